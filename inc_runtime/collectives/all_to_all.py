@@ -1,0 +1,171 @@
+"""All-to-All through a relay switch, rank side. Switch side: `switch_emulator/relay_switch.py`.
+
+Dispatch: the rank packs a copy of each token per destination and sends W messages; chunk 0 of each carries the number of
+rows and the routing of its tokens, so that no exchange of counts comes first. Combine: it returns the partial sums of each
+token rank's tokens to that rank, which adds the W of them (global reduce). Source: post, All-to-All.
+AllGather-ReduceScatter runs the same programs with every row to every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from inc_runtime.collectives.microbatch import (
+    Call,
+    ReceivedRows,
+    RoutedTokens,
+    first_row,
+    num_tokens_of,
+    plane_tokens,
+    received_rows,
+    write_routing,
+)
+from inc_runtime.collectives.relayed import num_chunks, send_message
+from inc_runtime.heap_layout import Dims
+from inc_runtime.one_sided import Awaited, Flag, OneSided
+from inc_runtime.protocol import Header, Tag, has_payload, slot_of
+from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
+
+
+def rows_of_own_tokens(pe: OneSided, call: Call, magic: int) -> list[np.ndarray]:
+    """For each expert rank, the tokens of this rank's microbatch that it needs, in token order."""
+    dims = pe.layout.dims
+    records = pe.memory["tokens_routing"][slot_of(magic, dims.depth), : num_tokens_of(pe, magic)]
+    membership = expert_rank_membership(
+        records["expert_ids"], call.shape.num_experts, dims.num_ranks, selective=dims.model.selective
+    )
+    return rows_of_expert_ranks(membership)
+
+
+def pack(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> list[np.ndarray]:
+    """The extra stage before the dispatch: lay out a copy of each token per destination, in token order."""
+    slot = slot_of(magic, pe.layout.dims.depth)
+    write_routing(pe, call, magic, routed)
+    rows_for = rows_of_own_tokens(pe, call, magic)
+    with pe.stage("pack", magic, rows=sum(map(len, rows_for))):
+        for destination, rows in enumerate(rows_for):
+            pe.memory["packed_tokens"][slot, destination, : len(rows)] = routed.tokens[rows]
+    return rows_for
+
+
+def push_microbatch(
+    pe: OneSided,
+    call: Call,
+    magic: int,
+    routed: RoutedTokens,
+    before_plane: Callable[[int], None] = lambda plane: None,
+) -> None:
+    """Send each rank its tokens, the next rank first. `before_plane` lets the phased form wait for a grant."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    rows_for = pack(pe, call, magic, routed)
+    records = pe.memory["tokens_routing"][slot]
+    for plane in range(dims.world.num_dispatch_switches):
+        before_plane(plane)
+        part = plane_tokens(len(routed), plane, dims.dispatch_plane_tokens)
+        for step in range(dims.num_ranks):
+            destination = (pe.pe + 1 + step) % dims.num_ranks
+            rows = rows_for[destination]
+            low, high = np.searchsorted(rows, (part.start, part.stop))
+            send_message(
+                pe,
+                dims.world.dispatch_switch(plane),
+                destination,
+                magic,
+                header=pe.memory["tokens_header"][slot, plane],
+                source=pe.memory["packed_tokens"][slot, destination],
+                rows=np.arange(low, high),
+                routing=records[rows[low:high]],
+            )
+
+
+def wait_for_message(pe: OneSided, flags: str, index: tuple[int, ...], magic: int, tag: Tag, count: int | None) -> bool:
+    """Wait for all chunks of one message of `count` rows. `count` None: chunk 0 says how many. Returns has_payload."""
+    dims = pe.layout.dims
+    sender = f"rank {index[-1]}"
+    word = pe.wait_until(Awaited(Flag(flags, (*index, 0)), magic, sender), tag)
+    if count is None:
+        count = int(pe.memory["expert_rows_header"][(*index, Header.NUM_ROWS)]) if has_payload(word) else 0
+    for number in range(1, num_chunks(count, dims.rows_per_chunk)):
+        pe.wait_until(Awaited(Flag(flags, (*index, number)), magic, sender), tag)
+    return has_payload(word)
+
+
+def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
+    """Wait for the messages of all ranks. Every sender has a subregion of its own."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    runs = []
+    for plane in range(dims.world.num_dispatch_switches):
+        for sender in range(dims.num_ranks):
+            index = (slot, plane, sender)
+            payload = wait_for_message(pe, "expert_chunk_arrived", index, magic, Tag.EXPERT_ROWS, None)
+            count = int(pe.memory["expert_rows_header"][(*index, Header.NUM_ROWS)]) if payload else 0
+            pe.memory["expert_rows_header"][(*index, Header.NUM_ROWS)] = count
+            runs.append((first_row(dims, plane, sender, 0), count))
+    return received_rows(pe, magic, runs)
+
+
+def rows_to_return(pe: OneSided, magic: int, owner: int, combine_plane: int) -> np.ndarray:
+    """Positions in the slot of the partial sums that `owner` awaits from this rank through one combine relay."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    low, high = combine_range(dims, combine_plane)
+    parts = []
+    for plane in range(dims.world.num_dispatch_switches):
+        count = int(pe.memory["expert_rows_header"][slot, plane, owner, Header.NUM_ROWS])
+        start = first_row(dims, plane, owner, 0)
+        tokens = pe.memory["expert_rows_routing"][slot, start : start + count]["token"]
+        parts.append(start + np.flatnonzero((tokens >= low) & (tokens < high)))
+    return np.concatenate(parts)
+
+
+def combine_range(dims: Dims, combine_plane: int) -> tuple[int, int]:
+    return combine_plane * dims.combine_plane_tokens, (combine_plane + 1) * dims.combine_plane_tokens
+
+
+def return_partial_sums(pe: OneSided, call: Call, magic: int, owner: int, combine_plane: int) -> None:
+    """Send `owner` the partial sums of its tokens through one combine relay."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    send_message(
+        pe,
+        dims.world.combine_switch(combine_plane),
+        owner,
+        magic,
+        source=pe.memory["expert_rows"][slot],
+        rows=rows_to_return(pe, magic, owner, combine_plane),
+    )
+
+
+def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
+    """Return the partial sums to every token rank, the next rank first; a rank that sent nothing gets a signal alone."""
+    dims = pe.layout.dims
+    for plane in range(dims.world.num_combine_switches):
+        for step in range(dims.num_ranks):
+            return_partial_sums(pe, call, magic, (pe.pe + 1 + step) % dims.num_ranks, plane)
+
+
+def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -> np.ndarray:
+    """Wait for the partial sums of all ranks and add them in rank order: [num_tokens, H] bfloat16, a new array."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    rows_for = rows_of_own_tokens(pe, call, magic)
+    sums = np.zeros((num_tokens, dims.hidden_size), np.float32)
+    for plane in range(dims.world.num_combine_switches):
+        low, high = combine_range(dims, plane)
+        for expert_rank, rows in enumerate(rows_for):
+            own = rows[(rows >= low) & (rows < high)]
+            index = (slot, plane, expert_rank)
+            wait_for_message(pe, "partial_chunk_arrived", index, magic, Tag.TOKEN_SUMS, len(own))
+    with pe.stage("global_reduce", magic, rows=num_tokens):
+        for plane in range(dims.world.num_combine_switches):
+            low, high = combine_range(dims, plane)
+            for expert_rank, rows in enumerate(rows_for):
+                own = rows[(rows >= low) & (rows < high)]
+                partial = pe.memory["received_partial_sums"][slot, plane, expert_rank, : len(own)]
+                sums[own] += partial.astype(np.float32)
+    return sums.astype(ml_dtypes.bfloat16)

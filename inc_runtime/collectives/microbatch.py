@@ -1,0 +1,111 @@
+"""What passes between the layer and a collective, and the pieces that all rank-side programs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from inc_runtime.config import LayerShape, Pipeline
+from inc_runtime.heap_layout import Dims
+from inc_runtime.one_sided import OneSided
+from inc_runtime.protocol import Header, slot_of
+from inc_runtime.routing import NO_EXPERT
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one layer: equal on all ranks."""
+
+    shape: LayerShape
+    pipeline: Pipeline
+    layer: int = 0
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Tokens of one microbatch of one rank: `tokens` [n, H] bfloat16, `expert_ids` [n, k] int32, `weights` [n, k] float32."""
+
+    tokens: np.ndarray
+    expert_ids: np.ndarray
+    weights: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ReceivedRows:
+    """Rows of one microbatch on its expert rank.
+
+    `rows` [capacity, H] bfloat16 and `routing` [capacity] are the slot itself; `valid` [n] int64 says which of its rows
+    hold tokens. The partial sums overwrite those rows in place.
+    """
+
+    rows: np.ndarray
+    routing: np.ndarray
+    valid: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.valid)
+
+
+def plane_tokens(num_tokens: int, plane: int, plane_capacity: int) -> range:
+    """The tokens of a microbatch that plane number `plane` serves: contiguous, `plane_capacity` at most."""
+    start = min(plane * plane_capacity, num_tokens)
+    return range(start, min(start + plane_capacity, num_tokens))
+
+
+def write_header(header: np.ndarray, call: Call, magic: int, num_rows: int) -> None:
+    """Fill one header: [HEADER_FIELDS] int64."""
+    header[Header.NUM_ROWS] = num_rows
+    header[Header.STEP] = magic
+    header[Header.BOUND_TOKENS] = call.pipeline.bound_tokens
+    header[Header.MICROBATCH_TOKENS] = call.pipeline.microbatch_tokens
+    header[Header.NUM_EXPERTS] = call.shape.num_experts
+    header[Header.TOP_K] = call.shape.top_k
+    header[Header.HIDDEN_SIZE] = call.shape.hidden_size
+    header[Header.LAYER] = call.layer
+
+
+def write_routing(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> None:
+    """Write routing records and headers of the microbatch into this rank's heap; unused columns hold expert -1."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    records = pe.memory["tokens_routing"][slot][: len(routed)]
+    top_k = call.shape.top_k
+    records["token"] = np.arange(len(routed))
+    records["sender"] = pe.pe
+    records["expert_ids"][:, top_k:] = NO_EXPERT
+    records["weights"][:, top_k:] = 0
+    records["expert_ids"][:, :top_k] = routed.expert_ids
+    records["weights"][:, :top_k] = routed.weights
+    for plane in range(dims.world.num_dispatch_switches):
+        part = plane_tokens(len(routed), plane, dims.dispatch_plane_tokens)
+        write_header(pe.memory["tokens_header"][slot, plane], call, magic, len(part))
+
+
+def num_tokens_of(pe: OneSided, magic: int) -> int:
+    """Tokens that this rank itself brought to the microbatch."""
+    slot = slot_of(magic, pe.layout.dims.depth)
+    return int(pe.memory["tokens_header"][slot, :, Header.NUM_ROWS].sum())
+
+
+def first_row(dims: Dims, plane: int, sender: int, rows_before: int) -> int:
+    """Where the rows of `sender` begin in the expert rank's slot.
+
+    Phased and relayed models give every sender a subregion of its own, so that a sender may write while rows of
+    others are still read. The coalesced packet of the INC collectives packs the senders in rank order, `rows_before` rows
+    of lower ranks first.
+    """
+    if dims.model.phased or not dims.model.in_network:
+        return (plane * dims.num_ranks + sender) * dims.dispatch_plane_tokens
+    return plane * dims.num_ranks * dims.dispatch_plane_tokens + rows_before
+
+
+def received_rows(pe: OneSided, magic: int, runs: list[tuple[int, int]]) -> ReceivedRows:
+    """The received rows of a slot from `runs` of (first row, number of rows)."""
+    slot = slot_of(magic, pe.layout.dims.depth)
+    parts = [np.arange(start, start + count) for start, count in runs if count]
+    valid = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return ReceivedRows(pe.memory["expert_rows"][slot], pe.memory["expert_rows_routing"][slot], valid)

@@ -1,0 +1,331 @@
+"""The places of the protocol: every region of memory that a verb may touch, listed once per role.
+
+A heap is symmetric: each PE allocates the same number of bytes, the maximum over the roles, and carves them by the
+table of its own role. Offsets, total bytes, the switch memory of a role and the buffer units of the post follow
+from the table; nothing else in the project knows an offset.
+
+Shapes use the symbols of `config.py`; `P_d` and `P_c` are the numbers of dispatch and combine switches (planes),
+`c_d` and `c_c` the tokens of a microbatch that one plane serves, and `C` the chunks of one relayed message.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import ml_dtypes
+import numpy as np
+
+from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
+from inc_runtime.errors import UnknownRegion
+from inc_runtime.protocol import CHUNK_FIELDS, HEADER_FIELDS, MAX_CHUNK_BYTES, RELAY_CELLS, Role, World
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+ALIGNMENT = 256
+ERROR_BYTES = 4096
+
+
+class Kind(enum.Enum):
+    """What a region holds."""
+
+    ROWS = "rows"
+    RECORDS = "records"
+    FLAGS = "flags"
+    CONTROL = "control"
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The sizes that every shape of the table is made of."""
+
+    model: CommunicationModel
+    world: World
+    depth: int
+    microbatch_tokens: int
+    hidden_size: int
+    top_k: int
+    ranks_per_phase: int
+
+    @classmethod
+    def of(cls, model: CommunicationModel, world: World, shape: LayerShape, pipeline: Pipeline) -> Dims:
+        group = pipeline.ranks_per_phase if model.phased else world.num_ranks
+        return cls(
+            model,
+            world,
+            pipeline.depth,
+            pipeline.microbatch_tokens,
+            shape.hidden_size,
+            shape.top_k,
+            group,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.world.num_ranks
+
+    @property
+    def dispatch_plane_tokens(self) -> int:
+        return -(-self.microbatch_tokens // self.world.num_dispatch_switches)
+
+    @property
+    def combine_plane_tokens(self) -> int:
+        return -(-self.microbatch_tokens // self.world.num_combine_switches)
+
+    @property
+    def expert_row_capacity(self) -> int:
+        """Rows that one expert rank can receive in one microbatch."""
+        return self.world.num_dispatch_switches * self.num_ranks * self.dispatch_plane_tokens
+
+    @property
+    def rows_per_chunk(self) -> int:
+        return max(1, MAX_CHUNK_BYTES // (self.hidden_size * BF16.itemsize))
+
+    @property
+    def dispatch_chunks(self) -> int:
+        """Chunks of the longest dispatch message of one plane; an empty message is one chunk."""
+        return max(1, -(-self.dispatch_plane_tokens // self.rows_per_chunk))
+
+    @property
+    def combine_chunks(self) -> int:
+        return max(1, -(-self.combine_plane_tokens // self.rows_per_chunk))
+
+    @property
+    def senders_per_flag(self) -> int:
+        """Flags per plane on the expert rank: one per sender when phased, else one for the coalesced packet."""
+        return self.num_ranks if self.model.phased else 1
+
+    @property
+    def inbox_slots(self) -> int:
+        return self.ranks_per_phase if self.model.phased else self.depth * self.num_ranks
+
+    @property
+    def routing_dtype(self) -> np.dtype:
+        """Routing record of one row: its token and sender, and the experts and weights that the token chose."""
+        k = self.top_k
+        return np.dtype(
+            [("token", "<i4"), ("sender", "<i4"), ("expert_ids", "<i4", (k,)), ("weights", "<f4", (k,))]
+        )
+
+
+@dataclass(frozen=True)
+class Region:
+    """One place. `writer` and `reader` say who touches it, `units` how many units of m_b rows one slot set holds."""
+
+    name: str
+    kind: Kind
+    shape: Callable[[Dims], tuple[int, ...]]
+    dtype: Callable[[Dims], np.dtype]
+    writer: str
+    reader: str
+    when: Callable[[CommunicationModel], bool] = lambda model: True
+    private: bool = False
+
+    def num_bytes(self, dims: Dims) -> int:
+        return prod(self.shape(dims)) * self.dtype(dims).itemsize
+
+
+def _bf16(_: Dims) -> np.dtype:
+    return BF16
+
+
+def _f32(_: Dims) -> np.dtype:
+    return np.dtype("<f4")
+
+
+def _word(_: Dims) -> np.dtype:
+    return np.dtype("<u8")
+
+
+def _int64(_: Dims) -> np.dtype:
+    return np.dtype("<i8")
+
+
+def _int32(_: Dims) -> np.dtype:
+    return np.dtype("<i4")
+
+
+def _byte(_: Dims) -> np.dtype:
+    return np.dtype("<u1")
+
+
+def _routing(dims: Dims) -> np.dtype:
+    return dims.routing_dtype
+
+
+def _inc(model: CommunicationModel) -> bool:
+    return model.in_network
+
+
+def _inc_phased(model: CommunicationModel) -> bool:
+    return model.in_network and model.phased
+
+
+def _inc_collective(model: CommunicationModel) -> bool:
+    return model.in_network and not model.phased
+
+
+def _relayed(model: CommunicationModel) -> bool:
+    return not model.in_network
+
+
+def _relayed_phased(model: CommunicationModel) -> bool:
+    return not model.in_network and model.phased
+
+
+def _phased(model: CommunicationModel) -> bool:
+    return model.phased
+
+
+def _flags(name: str, shape: Callable[[Dims], tuple[int, ...]], writer: str, reader: str, **more) -> Region:
+    return Region(name, Kind.FLAGS, shape, _word, writer, reader, **more)
+
+
+COMMON = (
+    _flags("abort", lambda d: (1,), "any PE", "every wait"),
+    _flags("pe_barrier", lambda d: (d.world.num_pes,), "every PE, its own word", "this PE"),
+    Region("magic", Kind.CONTROL, lambda d: (1,), _word, "this PE", "this PE"),
+    Region("error_record", Kind.CONTROL, lambda d: (ERROR_BYTES,), _byte, "this PE", "PEs that see its abort"),
+)
+
+RANK = (
+    Region("tokens", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _bf16, "this rank", "its own put", when=_inc),
+    Region("tokens_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, HEADER_FIELDS), _int64, "this rank", "its own put"),
+    Region("tokens_routing", Kind.RECORDS, lambda d: (d.depth, d.microbatch_tokens), _routing, "this rank", "its own put"),
+    Region("packed_tokens", Kind.ROWS, lambda d: (d.depth, d.num_ranks, d.microbatch_tokens, d.hidden_size), _bf16, "pack", "its own puts", when=_relayed),
+    Region("expert_rows", Kind.ROWS, lambda d: (d.depth, d.expert_row_capacity, d.hidden_size), _bf16, "dispatch switch; then this rank, whose partial sums overwrite them", "this rank, combine switch"),
+    Region("expert_rows_routing", Kind.RECORDS, lambda d: (d.depth, d.expert_row_capacity), _routing, "dispatch switch", "this rank"),
+    Region("expert_rows_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch", "this rank"),
+    _flags("expert_rows_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.senders_per_flag), "dispatch switch", "this rank", when=_inc),
+    Region("token_sums", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _bf16, "combine switch", "this rank", when=_inc),
+    _flags("token_sums_arrived", lambda d: (d.depth, d.world.num_combine_switches), "combine switch", "this rank", when=_inc),
+    _flags("dispatch_grants", lambda d: (d.world.num_dispatch_switches, d.ranks_per_phase), "dispatch switch", "this rank", when=_phased),
+    _flags("barrier_released", lambda d: (d.depth,), "dispatch switch 0", "this rank", when=_phased),
+    # Relayed models: the counts travel with chunk 0 of every message; each chunk has a flag of its own.
+    _flags("expert_chunk_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, d.dispatch_chunks), "relay", "this rank", when=_relayed),
+    Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _bf16, "relay", "global reduce", when=_relayed),
+    _flags("partial_chunk_arrived", lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_chunks), "relay", "this rank", when=_relayed),
+    _flags("relay_credits", lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), "relay", "this rank", when=_relayed),
+    Region("chunks_sent", Kind.CONTROL, lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), _word, "this rank", "this rank", when=_relayed),
+    Region("chunk_header", Kind.CONTROL, lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches, RELAY_CELLS, CHUNK_FIELDS), _int64, "this rank", "its own put", when=_relayed),
+    _flags("phase_opened", lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks), "relay", "this rank", when=_relayed_phased),
+)
+
+RELAY = (
+    Region("relay_chunk", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, CHUNK_FIELDS), _int64, "rank", "this relay", when=_relayed),
+    Region("relay_header", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, HEADER_FIELDS), _int64, "rank", "this relay", when=_relayed),
+    Region("relay_routing", Kind.RECORDS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk), _routing, "rank", "this relay", when=_relayed),
+    Region("relay_rows", Kind.ROWS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk, d.hidden_size), _bf16, "rank", "this relay", when=_relayed),
+    _flags("relay_arrived", lambda d: (d.num_ranks, RELAY_CELLS), "rank", "this relay", when=_relayed),
+    _flags("stop", lambda d: (d.num_ranks,), "rank", "this switch"),
+)
+
+DISPATCH_SWITCH = (
+    *RELAY,
+    Region("inbox_tokens", Kind.ROWS, lambda d: (d.inbox_slots, d.dispatch_plane_tokens, d.hidden_size), _bf16, "rank", "this switch", when=_inc),
+    Region("inbox_header", Kind.CONTROL, lambda d: (d.inbox_slots, HEADER_FIELDS), _int64, "rank", "this switch", when=_inc),
+    Region("inbox_routing", Kind.RECORDS, lambda d: (d.inbox_slots, d.dispatch_plane_tokens), _routing, "rank", "this switch", when=_inc),
+    _flags("tokens_arrived", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_inc),
+    Region("outbox_header", Kind.CONTROL, lambda d: (d.depth, d.num_ranks, d.num_ranks, HEADER_FIELDS), _int64, "this switch", "its own puts", when=_inc),
+    _flags("dispatch_requests", lambda d: (d.num_ranks,), "rank", "this switch", when=_phased),
+    _flags("barrier_joined", lambda d: (d.depth, d.num_ranks), "rank", "dispatch switch 0", when=_phased),
+)
+
+COMBINE_SWITCH = (
+    *RELAY,
+    Region("plan_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch; rank when phased", "this switch", when=_inc),
+    Region("plan_routing", Kind.RECORDS, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, d.dispatch_plane_tokens), _routing, "dispatch switch; rank when phased", "this switch", when=_inc),
+    _flags("plan_arrived", lambda d: (d.depth, d.world.num_dispatch_switches), "dispatch switch", "this switch", when=_inc_collective),
+    _flags("partial_sums_ready", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_inc_collective),
+    _flags("combine_requests", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_phased),
+    Region("sums_out", Kind.ROWS, lambda d: (d.ranks_per_phase, d.combine_plane_tokens, d.hidden_size), _bf16, "this switch", "its own puts", when=_inc),
+    Region("landing", Kind.ROWS, lambda d: (d.ranks_per_phase * d.combine_plane_tokens, d.hidden_size), _bf16, "its own get", "this switch", when=_inc, private=True),
+    Region("accumulators", Kind.ROWS, lambda d: (d.ranks_per_phase, d.combine_plane_tokens, d.hidden_size), _f32, "this switch", "this switch", when=_inc, private=True),
+)
+
+REGIONS: dict[Role, tuple[Region, ...]] = {
+    Role.COMPUTE_RANK: COMMON + RANK,
+    Role.DISPATCH_SWITCH: COMMON + DISPATCH_SWITCH,
+    Role.COMBINE_SWITCH: COMMON + COMBINE_SWITCH,
+}
+
+
+class HeapLayout:
+    """Offsets of all regions for one set of `Dims`.
+
+    `region(role, name)`, `offset(role, name)` and `shape(role, name)` raise UnknownRegion for a name that the role
+    does not have under this communication model.
+    """
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self._regions: dict[Role, dict[str, Region]] = {}
+        self._offsets: dict[Role, dict[str, int]] = {}
+        self._ends: dict[Role, int] = {}
+        for role, table in REGIONS.items():
+            offset = 0
+            self._regions[role], self._offsets[role] = {}, {}
+            for region in table:
+                if not region.when(dims.model):
+                    continue
+                self._regions[role][region.name] = region
+                if region.private:
+                    continue
+                self._offsets[role][region.name] = offset
+                offset += -(-region.num_bytes(dims) // ALIGNMENT) * ALIGNMENT
+            self._ends[role] = offset
+
+    @cached_property
+    def heap_bytes(self) -> int:
+        """Bytes of the symmetric heap on every PE: the maximum over the roles."""
+        return max(self._ends.values())
+
+    def regions(self, role: Role) -> dict[str, Region]:
+        return self._regions[role]
+
+    def region(self, role: Role, name: str) -> Region:
+        try:
+            return self._regions[role][name]
+        except KeyError:
+            known = ", ".join(self._regions[role])
+            raise UnknownRegion(
+                f"a {role.value} has no region {name!r} under {self.dims.model.value}. It has: {known}."
+            ) from None
+
+    def shape(self, role: Role, name: str) -> tuple[int, ...]:
+        return self.region(role, name).shape(self.dims)
+
+    def offset(self, role: Role, name: str) -> int:
+        region = self.region(role, name)
+        if region.private:
+            raise UnknownRegion(f"{name!r} is private memory of the {role.value}; no other PE can reach it.")
+        return self._offsets[role][name]
+
+    def carve(self, role: Role, slab: np.ndarray) -> dict[str, np.ndarray]:
+        """Views of the symmetric regions of `role` in `slab`: [heap_bytes], uint8."""
+        views = {}
+        for name, offset in self._offsets[role].items():
+            region = self._regions[role][name]
+            size = region.num_bytes(self.dims)
+            views[name] = slab[offset : offset + size].view(region.dtype(self.dims)).reshape(region.shape(self.dims))
+        return views
+
+    def private(self, role: Role) -> dict[str, np.ndarray]:
+        """Fresh private regions of `role`, poisoned so that a read before a write shows."""
+        views = {}
+        for name, region in self._regions[role].items():
+            if region.private:
+                views[name] = np.full(region.num_bytes(self.dims), 0xFF, np.uint8)
+                views[name] = views[name].view(region.dtype(self.dims)).reshape(region.shape(self.dims))
+        return views
+
+    def row_bytes(self, role: Role) -> int:
+        """Bytes of token rows that a PE of `role` holds, private memory included."""
+        return sum(r.num_bytes(self.dims) for r in self._regions[role].values() if r.kind is Kind.ROWS)
+
+    def rank_buffer_units(self) -> float:
+        """Units of m_b rows in one slot set of a rank: W + 2 for the INC models."""
+        unit = self.dims.depth * self.dims.microbatch_tokens * self.dims.hidden_size * BF16.itemsize
+        return self.row_bytes(Role.COMPUTE_RANK) / unit

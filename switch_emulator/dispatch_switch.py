@@ -1,0 +1,99 @@
+"""INC All-to-All-Dispatch, switch side: one copy of each token in, one coalesced packet per expert rank out.
+
+Waits on: `tokens_arrived` of every rank, in order of arrival. Signals: `expert_rows_arrived` on every rank, payload or
+not; `plan_arrived` on every combine switch. Reads: its inbox. Writes: `expert_rows` and its routing on the expert ranks.
+Rank side: `inc_runtime/collectives/inc_all_to_all.py`. Store-and-forward: nothing leaves before all ranks are in.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from inc_runtime.collectives.microbatch import first_row
+from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
+from inc_runtime.protocol import Header, Tag, signal_word, slot_of
+from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
+from switch_emulator.serving import check_header, in_order_of_arrival
+
+
+def serve_microbatch(pe: OneSided, magic: int) -> None:
+    """Collect one microbatch of all ranks and multicast it. Raises Stopped instead when all ranks have stopped."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    expected = [Awaited(Flag("tokens_arrived", (slot, r)), magic, f"rank {r}") for r in range(dims.num_ranks)]
+    rows_for: list[list[np.ndarray]] = [[] for _ in range(dims.num_ranks)]
+    first = None
+    for sender in in_order_of_arrival(pe, expected, Tag.DISPATCH_TOKENS, magic):
+        inbox_slot = slot * dims.num_ranks + sender
+        header = pe.memory["inbox_header"][inbox_slot]
+        first = header.copy() if first is None else first
+        check_header(header, first, magic, dims, f"rank {sender}")
+        with pe.stage("regroup", magic, rows=int(header[Header.NUM_ROWS])):
+            rows_for[sender] = rows_of_sender(pe, inbox_slot)
+    plane = dims.world.plane_of(pe.pe)
+    for expert_rank in range(dims.num_ranks):
+        multicast_to(pe, magic, plane, expert_rank, [rows[expert_rank] for rows in rows_for])
+    for combine_plane in range(dims.world.num_combine_switches):
+        forward_plan(pe, magic, plane, combine_plane)
+
+
+def rows_of_sender(pe: OneSided, inbox_slot: int) -> list[np.ndarray]:
+    """For each expert rank, the rows of one inbox slot that it needs, in token order."""
+    dims = pe.layout.dims
+    header = pe.memory["inbox_header"][inbox_slot]
+    routing = pe.memory["inbox_routing"][inbox_slot, : header[Header.NUM_ROWS]]
+    membership = expert_rank_membership(
+        routing["expert_ids"], int(header[Header.NUM_EXPERTS]), dims.num_ranks, selective=dims.model.selective
+    )
+    return rows_of_expert_ranks(membership)
+
+
+def multicast_to(pe: OneSided, magic: int, plane: int, expert_rank: int, rows_of: list[np.ndarray]) -> None:
+    """Send one expert rank its rows of all senders in one packet, or a signal alone."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    flag = Flag("expert_rows_arrived", (slot, plane, 0))
+    total = sum(len(rows) for rows in rows_of)
+    if not total:
+        pe.signal(expert_rank, flag, signal_word(magic, False), magic=magic)
+        return
+    header = pe.memory["outbox_header"][slot, expert_rank, 0]
+    header[:] = pe.memory["inbox_header"][slot * dims.num_ranks]
+    header[Header.NUM_ROWS] = total
+    segments = [Segment(header[None], "expert_rows_header", (slot, plane, slice(0, 1)))]
+    before = 0
+    for sender, rows in enumerate(rows_of):
+        start = first_row(dims, plane, sender, before)
+        segments += row_segments(pe, slot * dims.num_ranks + sender, rows, (slot, slice(start, start + len(rows))))
+        before += len(rows)
+    pe.put_signal(expert_rank, segments, flag, signal_word(magic, True), magic=magic)
+
+
+def row_segments(pe: OneSided, inbox_slot: int, rows: np.ndarray, target: tuple) -> list[Segment]:
+    """The records and the token rows of one sender, gathered from its inbox slot."""
+    if not len(rows):
+        return []
+    return [
+        Segment(pe.memory["inbox_routing"][inbox_slot], "expert_rows_routing", target, rows),
+        Segment(pe.memory["inbox_tokens"][inbox_slot], "expert_rows", target, rows),
+    ]
+
+
+def forward_plan(pe: OneSided, magic: int, plane: int, combine_plane: int) -> None:
+    """Hand the headers and the routing of all senders to a combine switch, which needs to know how much to pull.
+
+    In one physical switch this is a read of its own memory; the two emulating PEs need a put.
+    """
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    segments = []
+    for sender in range(dims.num_ranks):
+        inbox_slot = slot * dims.num_ranks + sender
+        count = int(pe.memory["inbox_header"][inbox_slot, Header.NUM_ROWS])
+        target = slice(sender, sender + 1)
+        segments.append(Segment(pe.memory["inbox_header"][inbox_slot][None], "plan_header", (slot, plane, target)))
+        if count:
+            records = pe.memory["inbox_routing"][inbox_slot, :count]
+            segments.append(Segment(records, "plan_routing", (slot, plane, sender, slice(count))))
+    flag = Flag("plan_arrived", (slot, plane))
+    pe.put_signal(dims.world.combine_switch(combine_plane), segments, flag, signal_word(magic, True), magic=magic)

@@ -1,0 +1,146 @@
+"""The relay switch of the plain models: forwards each chunk as it lands, computes nothing, holds no microbatch.
+
+Waits on: `relay_arrived` of every sender's next cell; when phased also the requests and the barrier. Signals: the chunk's own
+flag on its destination, then, once a quiet has completed the forward, `relay_credits` on its sender. Reads: its cells,
+`RELAY_CELLS` of 64 KiB per sender. Writes: `expert_rows` (dispatch) or `received_partial_sums` (combine) on the ranks.
+The dispatch switch PE relays the dispatch, the combine switch PE the combine. Rank side: `collectives/relayed.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from inc_runtime.collectives.microbatch import first_row
+from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
+from inc_runtime.protocol import RELAY_CELLS, Chunk, Role, Tag, signal_word, slot_of
+from switch_emulator.phases import DispatchGrants, InNetworkBarrier, PhaseQueue
+from switch_emulator.serving import Stopped, stop_words
+
+
+class RelaySwitch:
+    """State of one relay: the next chunk of every sender and, when phased, who may send."""
+
+    def __init__(self, pe: OneSided, first_magic: int) -> None:
+        self.pe, self.dims = pe, pe.layout.dims
+        self.plane = pe.world.plane_of(pe.pe)
+        self.index = pe.pe - pe.world.num_ranks
+        self.dispatch = pe.role is Role.DISPATCH_SWITCH
+        self.phased = self.dims.model.phased
+        self.next_chunk = [1] * self.dims.num_ranks
+        self.messages_done: Counter[tuple[int, int]] = Counter()
+        self.stops_seen: set[str] = set()
+        self.first_magic = first_magic
+        self.last_magic = first_magic - 1
+        self.grants = DispatchGrants(pe, first_magic)
+        self.barrier = InNetworkBarrier(pe, first_magic)
+        self.combine_phases = PhaseQueue(self.dims.ranks_per_phase)
+        self.next_combine = [first_magic] * self.dims.num_ranks
+
+    def serve(self) -> None:
+        """Serve until every rank has stopped and every chunk has left."""
+        while True:
+            chunks = [
+                Awaited(Flag("relay_arrived", (s, n % RELAY_CELLS)), n, f"rank {s}", optional=True)
+                for s, n in enumerate(self.next_chunk)
+            ]
+            requests = self.requests()
+            joins = self.barrier.watched() if self.phased and self.dispatch else []
+            stops = [s for s in stop_words(self.pe, self.last_magic + 1) if s.sender not in self.stops_seen]
+            watched = chunks + requests + joins + stops
+            for position in sorted(self.pe.wait_until_some(watched, Tag.RELAY_CHUNK, idle=True)):
+                self.on_arrival(watched[position])
+            if len(self.stops_seen) == self.dims.num_ranks:
+                raise Stopped
+            self.open_phases()
+
+    def requests(self) -> list[Awaited]:
+        if not self.phased:
+            return []
+        if self.dispatch:
+            return self.grants.watched()
+        return [
+            Awaited(Flag("combine_requests", (slot_of(m, self.dims.depth), r)), m, f"rank {r}", optional=True)
+            for r, m in enumerate(self.next_combine)
+        ]
+
+    def on_arrival(self, arrived: Awaited) -> None:
+        region, index = arrived.flag.region, arrived.flag.index
+        if region == "relay_arrived":
+            self.forward(index[0], index[1])
+        elif region == "dispatch_requests":
+            self.grants.requested(index[0])
+        elif region == "combine_requests":
+            self.combine_phases.request(index[1], arrived.magic)
+            self.next_combine[index[1]] += 1
+        elif region == "barrier_joined":
+            self.barrier.joined(index[1])
+        else:
+            self.stops_seen.add(arrived.sender)
+
+    def forward(self, sender: int, cell: int) -> None:
+        """Pass one chunk on, complete it, and give the cell back to its sender."""
+        fields = self.pe.memory["relay_chunk"][sender, cell]
+        destination, magic, number = (int(fields[f]) for f in (Chunk.DESTINATION, Chunk.MAGIC, Chunk.NUMBER))
+        flags = "expert_chunk_arrived" if self.dispatch else "partial_chunk_arrived"
+        flag = Flag(flags, (slot_of(magic, self.dims.depth), self.plane, sender, number))
+        segments = self.segments(sender, cell, fields)
+        self.last_magic = max(self.last_magic, magic)
+        if segments:
+            word = signal_word(magic, True)
+            self.pe.put_signal(destination, segments, flag, word, magic=magic, part=number)
+        else:
+            self.pe.signal(destination, flag, signal_word(magic, False), magic=magic)
+        self.pe.quiet()
+        credit = Flag("relay_credits", (self.index,))
+        self.pe.signal(sender, credit, signal_word(self.next_chunk[sender], True), magic=magic)
+        self.next_chunk[sender] += 1
+        if number == fields[Chunk.NUM_CHUNKS] - 1:
+            self.message_done(sender, destination, magic)
+
+    def segments(self, sender: int, cell: int, fields: np.ndarray) -> list[Segment]:
+        """What the chunk brings to its destination; nothing for a message without rows."""
+        count, start = int(fields[Chunk.NUM_ROWS]), int(fields[Chunk.FIRST_ROW])
+        if not count:
+            return []
+        slot = slot_of(int(fields[Chunk.MAGIC]), self.dims.depth)
+        rows = self.pe.memory["relay_rows"][sender, cell, :count]
+        if not self.dispatch:
+            target = (slot, self.plane, sender, slice(start, start + count))
+            return [Segment(rows, "received_partial_sums", target)]
+        base = first_row(self.dims, self.plane, sender, 0) + start
+        run = (slot, slice(base, base + count))
+        segments = [
+            Segment(self.pe.memory["relay_routing"][sender, cell, :count], "expert_rows_routing", run),
+            Segment(rows, "expert_rows", run),
+        ]
+        if start == 0:
+            # The header's row count becomes that of the message: the destination derives the number of chunks from it.
+            header = self.pe.memory["relay_header"][sender, cell]
+            header[0] = fields[Chunk.MESSAGE_ROWS]
+            target = (slot, self.plane, slice(sender, sender + 1))
+            segments.append(Segment(header[None], "expert_rows_header", target))
+        return segments
+
+    def message_done(self, sender: int, destination: int, magic: int) -> None:
+        """Close the phase of a rank once all W messages of it have left."""
+        if not self.phased:
+            return
+        request = (sender if self.dispatch else destination, magic)
+        self.messages_done[request] += 1
+        if self.messages_done[request] == self.dims.num_ranks:
+            del self.messages_done[request]
+            (self.grants.queue if self.dispatch else self.combine_phases).close(request)
+
+    def open_phases(self) -> None:
+        if not self.phased:
+            return
+        if self.dispatch:
+            self.grants.grant_free_places()
+            return
+        while opened := self.combine_phases.open_next():
+            _, (owner, magic) = opened
+            flag = Flag("phase_opened", (slot_of(magic, self.dims.depth), self.plane, owner))
+            for rank in range(self.dims.num_ranks):
+                self.pe.signal(rank, flag, signal_word(magic, True), magic=magic)
