@@ -17,7 +17,8 @@ from inc_runtime.protocol import World
 class Event:
     """One verb or one stage of local work of one PE.
 
-    `kind` is put_signal, signal, get, quiet, wait, barrier or stage; `name` the region of the flag or of the first
+    `kind` is put_signal, signal, get, quiet, wait, barrier, stage, or library for a message of a library collective;
+    `name` the region of the flag or of the first
     piece, the tag of a wait, or the name of the stage. `rows` and `row_bytes` count token rows alone (logical),
     `wire_bytes` everything that crosses the link: rows, records, headers, signal words. `part` numbers the chunks of
     one message.
@@ -67,7 +68,7 @@ class Counters:
 
     `packets` counts every put or signal that a rank sends into a switch or a switch sends to a rank and that carries
     or stands for data of a collective, and every pull: a message that a relay streams in chunks is one packet each
-    way. `chunks` counts those pieces, and `control` the rest: requests, grants, credits, barrier and stop words.
+    way, and a message of a library collective counts as one in and one out of the fabric's switch. `chunks` counts those pieces, and `control` the rest: requests, grants, credits, barrier and stop words.
     """
 
     rows_sent: int
@@ -98,7 +99,7 @@ def count(events: Sequence[Event], world: World) -> Counters:
     dispatch = combine = chunks = control = 0
     dispatch_switches = range(num, num + world.num_dispatch_switches)
     for event in events:
-        if event.kind not in ("put_signal", "signal", "get"):
+        if event.kind not in ("put_signal", "signal", "get", "library"):
             continue
         amounts = (event.rows, event.row_bytes, event.wire_bytes)
         source, target = (event.peer, event.pe) if event.kind == "get" else (event.pe, event.peer)
@@ -106,7 +107,11 @@ def count(events: Sequence[Event], world: World) -> Counters:
             sent[source] = [a + b for a, b in zip(sent[source], amounts, strict=True)]
         if target < num:
             received[target] = [a + b for a, b in zip(received[target], amounts, strict=True)]
-        if event.kind == "get" or event.name in DATA_FLAGS_OF_COMBINE:
+        if event.kind == "library":
+            dispatch += 2 * (event.name == "dispatch")
+            combine += 2 * (event.name == "combine")
+            control += event.name not in ("dispatch", "combine")
+        elif event.kind == "get" or event.name in DATA_FLAGS_OF_COMBINE:
             combine += 1
         elif event.name in DATA_FLAGS_OF_DISPATCH:
             dispatch += 1

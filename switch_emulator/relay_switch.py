@@ -14,7 +14,7 @@ import numpy as np
 
 from inc_runtime.collectives.microbatch import first_row
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
-from inc_runtime.protocol import RELAY_CELLS, Chunk, Role, Tag, signal_word, slot_of
+from inc_runtime.protocol import RELAY_CELLS, Chunk, Header, Role, Tag, signal_word, slot_of
 from switch_emulator.phases import DispatchGrants, InNetworkBarrier, PhaseQueue
 from switch_emulator.serving import Stopped, stop_words
 
@@ -118,9 +118,9 @@ class RelaySwitch:
         if start == 0:
             # The header's row count becomes that of the message: the destination derives the number of chunks from it.
             header = self.pe.memory["relay_header"][sender, cell]
-            header[0] = fields[Chunk.MESSAGE_ROWS]
-            target = (slot, self.plane, slice(sender, sender + 1))
-            segments.append(Segment(header[None], "expert_rows_header", target))
+            header[Header.NUM_ROWS] = fields[Chunk.MESSAGE_ROWS]
+            own = slice(sender, sender + 1)
+            segments.append(Segment(header[None], "expert_rows_header", (slot, self.plane, own)))
         return segments
 
     def message_done(self, sender: int, destination: int, magic: int) -> None:

@@ -56,7 +56,7 @@ def push_microbatch(
     call: Call,
     magic: int,
     routed: RoutedTokens,
-    before_plane: Callable[[int], None] = lambda plane: None,
+    before_plane: Callable[[int], object] = lambda plane: None,
 ) -> None:
     """Send each rank its tokens, the next rank first. `before_plane` lets the phased form wait for a grant."""
     dims = pe.layout.dims

@@ -1,0 +1,172 @@
+"""Shared memory of the host backend: one slab per PE, private to the user, with nothing left behind.
+
+Each PE creates one file of mode 0600 in the shared-memory folder, really allocated, so that a full folder is an error here and
+not a SIGBUS later. Every PE maps the files of all; a PE unlinks its own as soon as all have mapped it, so that from then on
+even `kill -9` leaves nothing. Files that a crash during start-up left are removed by the next start of the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from inc_runtime.environment import Environment
+from inc_runtime.errors import HeapTooLarge, PeerMissing
+from inc_runtime.protocol import World
+
+PREFIX = f"inc-{os.getuid()}-"
+PAGE = 4096
+MAGIC_NUMBER = 0x1AC0_0001
+MAX_PES = PAGE // 8 - 8
+
+
+class Control:
+    """int64 fields of the first page of a PE's file."""
+
+    READY, PID, PROCESS_START, LAYOUT, CLOSED, ATTACHED = range(6)
+
+
+def process_start(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+@dataclass
+class Peer:
+    """What this PE maps of another: its control page and its slab."""
+
+    control: np.ndarray
+    slab: np.ndarray
+
+    @property
+    def alive(self) -> bool:
+        return process_start(int(self.control[Control.PID])) == int(self.control[Control.PROCESS_START])
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.control[Control.CLOSED])
+
+
+def job_key(environment: Environment) -> str:
+    """A name that all processes of one torchrun job share, and no other job."""
+    parts = (environment.master_addr, environment.master_port, environment.run_id, environment.restart_count, os.getppid())
+    return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def remove_stale(folder: Path) -> list[Path]:
+    """Unlink files of this user whose process is gone. Returns them."""
+    removed = []
+    for path in folder.glob(PREFIX + "*"):
+        try:
+            head = np.fromfile(path, np.int64, 3)
+            stale = len(head) == 3 and head[0] == MAGIC_NUMBER and process_start(int(head[1])) != int(head[2])
+            if stale or (len(head) < 3 and time.time() - path.stat().st_mtime > 60):
+                path.unlink()
+                removed.append(path)
+        except FileNotFoundError:
+            continue
+    return removed
+
+
+class SharedSlabs:
+    """The slabs of all PEs of one heap. `generation` numbers the heaps of a job, equal on all PEs."""
+
+    def __init__(
+        self, world: World, pe: int, heap_bytes: int, layout_digest: int, generation: int, environment: Environment
+    ) -> None:
+        self.world, self.pe = world, pe
+        self.folder = Path(environment.shared_memory_folder)
+        self.stem = f"{PREFIX}{job_key(environment)}-{generation}"
+        self.num_bytes = PAGE + heap_bytes
+        self.limit_s = environment.start_limit_s
+        remove_stale(self.folder)
+        self.path = self.folder / f"{self.stem}-{pe}"
+        own = self._create(layout_digest)
+        try:
+            self.peers = [own if peer == pe else self._attach(peer, layout_digest) for peer in range(world.num_pes)]
+            for peer in self.peers:
+                peer.control[Control.ATTACHED + pe] = 1
+            self._await_attached(own)
+        finally:
+            self.path.unlink(missing_ok=True)
+
+    def _create(self, layout_digest: int) -> Peer:
+        fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, self.num_bytes)
+            except OSError as error:
+                self.path.unlink()
+                free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
+                raise HeapTooLarge(
+                    f"{self.world.name_of(self.pe)} needs {self.num_bytes:,} bytes of shared memory in {self.folder}, "
+                    f"where {free:,} are free ({self.world.num_pes} PEs take {self.world.num_pes * self.num_bytes:,}). "
+                    "Lower microbatch_tokens or depth, or set INC_SHARED_MEMORY_FOLDER to a larger folder."
+                ) from error
+            peer = self._map(fd)
+        finally:
+            os.close(fd)
+        peer.control[Control.PID] = os.getpid()
+        peer.control[Control.PROCESS_START] = process_start(os.getpid())
+        peer.control[Control.LAYOUT] = layout_digest
+        peer.control[Control.READY] = MAGIC_NUMBER
+        return peer
+
+    def _map(self, fd: int) -> Peer:
+        raw = np.frombuffer(mmap.mmap(fd, self.num_bytes), np.uint8)
+        return Peer(raw[:PAGE].view(np.int64), raw[PAGE:])
+
+    def _attach(self, peer: int, layout_digest: int) -> Peer:
+        path = self.folder / f"{self.stem}-{peer}"
+        deadline = time.monotonic() + self.limit_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDWR)
+                try:
+                    if os.fstat(fd).st_size == self.num_bytes:
+                        mapped = self._map(fd)
+                        if mapped.control[Control.READY] == MAGIC_NUMBER:
+                            return self._checked(mapped, peer, layout_digest)
+                    elif os.fstat(fd).st_size > PAGE:
+                        self._refuse_layout(peer)
+                finally:
+                    os.close(fd)
+            time.sleep(0.002)
+        raise PeerMissing(
+            f"{self.world.name_of(self.pe)} waited {self.limit_s:.0f} s for {self.world.name_of(peer)} to join the job "
+            f"(PE {peer} of {self.world.num_pes}). Start it, or look at what it printed; INC_START_LIMIT_S sets the limit."
+        )
+
+    def _checked(self, mapped: Peer, peer: int, layout_digest: int) -> Peer:
+        if int(mapped.control[Control.LAYOUT]) != layout_digest:
+            self._refuse_layout(peer)
+        return mapped
+
+    def _refuse_layout(self, peer: int) -> None:
+        raise PeerMissing(
+            f"{self.world.name_of(self.pe)} and {self.world.name_of(peer)} lay out the heap differently. Give every process "
+            "the same model, shape, pipeline and numbers of ranks and switches."
+        )
+
+    def _await_attached(self, own: Peer) -> None:
+        deadline = time.monotonic() + self.limit_s
+        attached = own.control[Control.ATTACHED : Control.ATTACHED + self.world.num_pes]
+        while not attached.all():
+            absent = [peer for peer in range(self.world.num_pes) if not attached[peer]]
+            gone = [peer for peer in absent if not self.peers[peer].alive]
+            if gone or time.monotonic() > deadline:
+                who = self.world.name_of((gone or absent)[0])
+                why = "died" if gone else f"did not map the heap within {self.limit_s:.0f} s"
+                raise PeerMissing(f"{self.world.name_of(self.pe)} started, but {who} {why}. Look at what it printed.")
+            time.sleep(0.001)

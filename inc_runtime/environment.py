@@ -1,0 +1,61 @@
+"""All environment variables of the project, in one place. `Environment.read()` refuses values that are not numbers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from inc_runtime.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Environment:
+    """`rank`, `world_size`, `local_world_size`, `master_addr`, `master_port`, `run_id` and `restart_count` are set by torchrun.
+
+    `wait_limit_s` (INC_WAIT_LIMIT_S): how long a wait may last once a microbatch has begun.
+    `start_limit_s` (INC_START_LIMIT_S): how long a PE waits for the other processes of its job to appear.
+    `shared_memory_folder` (INC_SHARED_MEMORY_FOLDER): where the host backend keeps its heaps until all are mapped.
+    `trace` (INC_TRACE): 1 records every verb.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    run_id: str
+    restart_count: int
+    wait_limit_s: float
+    start_limit_s: float
+    shared_memory_folder: str
+    trace: bool
+
+    @classmethod
+    def read(cls) -> Environment:
+        return cls(
+            rank=int(_number("RANK", 0)),
+            world_size=int(_number("WORLD_SIZE", 1)),
+            local_world_size=int(_number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))),
+            master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(_number("MASTER_PORT", 0)),
+            run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+            restart_count=int(_number("TORCHELASTIC_RESTART_COUNT", 0)),
+            wait_limit_s=_number("INC_WAIT_LIMIT_S", 60.0),
+            start_limit_s=_number("INC_START_LIMIT_S", 120.0),
+            shared_memory_folder=os.environ.get("INC_SHARED_MEMORY_FOLDER", "/dev/shm"),
+            trace=bool(_number("INC_TRACE", 0)),
+        )
+
+    @property
+    def under_torchrun(self) -> bool:
+        return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} = {text!r}: it must be a number. Unset it or correct it.") from None

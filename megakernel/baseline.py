@@ -1,0 +1,138 @@
+"""Baseline: one kernel per stage, whole tensors between them, library collectives (torch.distributed).
+
+The ten stages run one after another over the whole batch. Counts are traded first, in an all-to-all of their own; the rows
+then go in one all-to-all each way (or an all-gather and a reduce-scatter). Every intermediate tensor is stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from inc_runtime.collectives.microbatch import Call, ReceivedRows
+from inc_runtime.config import CommunicationModel
+from inc_runtime.op_trace import Event, OpTrace
+from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
+from megakernel import experts as stage
+from megakernel.experts import HostExperts
+from megakernel.fused_layer import LayerInput
+
+
+@dataclass
+class LibraryGroup:
+    """The compute ranks' process group and the trace of what was exchanged over it."""
+
+    group: dist.ProcessGroup | None
+    trace: OpTrace
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @contextmanager
+    def stage(self, name: str, rows: int) -> Iterator[None]:
+        start = time.perf_counter() * 1e6
+        yield
+        self.trace.add(Event(self.rank, "stage", name, 1, start, time.perf_counter() * 1e6, rows=rows))
+
+    def exchange(self, name: str, parts: list[np.ndarray], received_rows: list[int], *, payload: bool) -> list[np.ndarray]:
+        """One library all-to-all of row arrays, one per destination. Returns what each rank sent here.
+
+        Every message crosses the fabric's switch once in and once out: the trace holds one event for each.
+        """
+        like = parts[0]
+        row_bytes = like.dtype.itemsize * int(np.prod(like.shape[1:]))
+        sent = np.frombuffer(bytearray(b"".join(part.tobytes() for part in parts)), np.uint8)
+        received = np.empty(sum(received_rows) * row_bytes, np.uint8)
+        start = time.perf_counter() * 1e6
+        dist.all_to_all_single(
+            torch.from_numpy(received),
+            torch.from_numpy(sent),
+            [n * row_bytes for n in received_rows],
+            [len(part) * row_bytes for part in parts],
+            group=self.group,
+        )
+        end = time.perf_counter() * 1e6
+        for peer, part in enumerate(parts):
+            rows = len(part) if payload else 0
+            size = len(part) * row_bytes
+            self.trace.add(
+                Event(self.rank, "library", name, 1, start, end, peer, rows, rows * row_bytes, size, len(part) > 0)
+            )
+        rows_in = received.view(like.dtype).reshape((sum(received_rows), *like.shape[1:]))
+        return np.split(rows_in, np.cumsum(received_rows)[:-1])
+
+
+def run_baseline(
+    library: LibraryGroup,
+    call: Call,
+    model: CommunicationModel,
+    experts: HostExperts,
+    given: LayerInput,
+    output: np.ndarray,
+) -> None:
+    """Run the ten stages over the whole batch and fill `output` [N, H] bfloat16."""
+    num_tokens = len(given.tokens)
+    with library.stage("route", num_tokens):
+        routed = given.route(slice(None))
+    with library.stage("pack", num_tokens):
+        membership = expert_rank_membership(
+            routed.expert_ids, call.shape.num_experts, library.num_ranks, selective=model.selective
+        )
+        rows_for = rows_of_expert_ranks(membership)
+        records = routing_records(routed.expert_ids, routed.weights)
+        packed = [routed.tokens[rows] for rows in rows_for]
+        packed_records = [records[rows] for rows in rows_for]
+    counts = [np.array([len(rows)], np.int64) for rows in rows_for]
+    received_counts = library.exchange("dispatch_counts", counts, [1] * library.num_ranks, payload=False)
+    num_received = [int(count[0]) for count in received_counts]
+    rows = library.exchange("dispatch", packed, num_received, payload=True)
+    routing = library.exchange("dispatch_records", packed_records, num_received, payload=False)
+    received = ReceivedRows(np.concatenate(rows), np.concatenate(routing), np.arange(sum(num_received)))
+    run_experts(library, experts, received)
+    partial = np.split(received.rows, np.cumsum(num_received)[:-1])
+    returned = library.exchange("combine", partial, [len(r) for r in rows_for], payload=True)
+    with library.stage("global_reduce", num_tokens):
+        sums = np.zeros(output.shape, np.float32)
+        for own, part in zip(rows_for, returned, strict=True):
+            sums[own] += part.astype(np.float32)
+        output[...] = sums.astype(output.dtype)
+
+
+def routing_records(expert_ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Experts and weights of each token, as one array of records."""
+    top_k = expert_ids.shape[1]
+    records = np.empty(len(expert_ids), [("expert_ids", "<i4", (top_k,)), ("weights", "<f4", (top_k,))])
+    records["expert_ids"], records["weights"] = expert_ids, weights
+    return records
+
+
+def run_experts(library: LibraryGroup, experts: HostExperts, received: ReceivedRows) -> None:
+    """Stages 3 to 7 over the whole batch, one after another, each storing its tensor."""
+    hidden = received.rows.shape[1]
+    with library.stage("group", len(received)):
+        grouped = stage.group(received, experts)
+        tiles = stage.expert_tiles(grouped)
+        rows = [stage.gather_tile(received, grouped, positions) for _, positions in tiles]
+    num_rows = len(grouped.row)
+    with library.stage("matmul_gate_up", num_rows):
+        projections = [stage.matmul_gate_up(x, experts.gate_up[e]) for x, (e, _) in zip(rows, tiles, strict=True)]
+    with library.stage("swiglu", num_rows):
+        activations = [stage.swiglu(p) for p in projections]
+    with library.stage("matmul_down", num_rows):
+        outputs = [stage.matmul_down(a, experts.down[e]) for a, (e, _) in zip(activations, tiles, strict=True)]
+    with library.stage("reduce", num_rows):
+        partial = torch.zeros(len(received), hidden)
+        for tile, (_, positions) in zip(outputs, tiles, strict=True):
+            stage.reduce(partial, grouped, positions, tile[: positions.stop - positions.start])
+        stage.write_partial_sums(received, partial)

@@ -1,0 +1,176 @@
+"""The public layer: hidden states and router logits in, hidden states out, on any implementation.
+
+In a torchrun script, on every compute rank (the switch PEs run `switch_emulator.run_switch` meanwhile):
+
+    layer = MoELayer(shape, pipeline, Implementation.MEGAKERNEL_INC, backend, experts)
+    output = layer(hidden_states, router_logits)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from inc_runtime.backends.host import HostPe
+from inc_runtime.collectives.microbatch import Call
+from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, check
+from inc_runtime.errors import ConfigurationError
+from inc_runtime.op_trace import OpTrace
+from inc_runtime.routing import check_expert_ids, check_router_logits
+from megakernel.baseline import LibraryGroup, run_baseline
+from megakernel.checkpoint import ExpertWeights
+from megakernel.experts import HostExperts, bf16_to_numpy
+from megakernel.fused_layer import LayerInput, run_fused
+from megakernel.implementations import MODELS_OF, check_model
+
+
+class MoELayer:
+    """One MoE layer of a model, on one compute rank. Several layers may share one `backend`, in the same order on all ranks.
+
+    `backend`: the PE that `HostPe.join` returned, or for the Baseline a torch.distributed process group of the compute
+    ranks (None: the default group). `experts`: the weights of this rank's experts, `shape.experts_of_rank(rank, W)`.
+    `bias` [E] float32 is added to sigmoid scores for the selection. `model` is for the Baseline; the others take it from
+    the backend. Raises: ConfigurationError before anything is sent.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        pipeline: Pipeline,
+        implementation: Implementation,
+        backend: HostPe | torch.distributed.ProcessGroup | None,
+        experts: ExpertWeights,
+        *,
+        bias: torch.Tensor | None = None,
+        layer: int = 0,
+        model: CommunicationModel | None = None,
+    ) -> None:
+        self.call = Call(shape, pipeline, layer)
+        self.implementation = implementation
+        if isinstance(backend, HostPe):
+            self._pe: HostPe | None = backend
+            self.model = backend.layout.dims.model
+            rank, num_ranks = backend.pe, backend.world.num_ranks
+            _check_heap(backend, shape, pipeline)
+            self.trace = backend.trace
+        else:
+            if implementation is not Implementation.BASELINE:
+                raise ConfigurationError(
+                    f"implementation = {implementation.value} needs a symmetric heap as its backend: pass what HostPe.join "
+                    "returned. Only the baseline takes a process group."
+                )
+            self._pe = None
+            self.model = model or MODELS_OF[implementation][0]
+            self.trace = OpTrace(torch.distributed.get_rank(backend))
+            self._library = LibraryGroup(backend, self.trace)
+            rank, num_ranks = self._library.rank, self._library.num_ranks
+        check_model(implementation, self.model)
+        check(shape, pipeline, num_ranks)
+        self._bias = None if bias is None else bias.detach().float().cpu().numpy()
+        if self._bias is not None and self._bias.shape != (shape.num_experts,):
+            raise ConfigurationError(f"bias has shape {self._bias.shape}, expected [{shape.num_experts}].")
+        self._experts = _host_experts(experts, shape, shape.experts_of_rank(rank, num_ranks))
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None = None,
+        *,
+        expert_ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
+
+        `hidden_states` [N, H] bfloat16 on the CPU, N between 0 and the pipeline's bound; `router_logits` [N, E], any float
+        dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1 where a choice does not count, with `weights` [N, k]
+        float. Returns [N, H] bfloat16 in the caller's memory: `out` if given, never a view of a slot.
+
+        Raises: ConfigurationError before anything is sent; ArrivalTimeout, PeerDied or Aborted while running.
+        """
+        shape = self.call.shape
+        self._check_hidden_states(hidden_states)
+        if out is None:
+            out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        elif out.shape != hidden_states.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+            raise ConfigurationError(
+                f"out is {tuple(out.shape)} {out.dtype}, expected contiguous {tuple(hidden_states.shape)} torch.bfloat16."
+            )
+        tokens = bf16_to_numpy(hidden_states.detach())
+        if router_logits is not None:
+            if expert_ids is not None or weights is not None:
+                raise ConfigurationError("give either router_logits, or expert_ids with weights, not both.")
+            logits = router_logits.detach().float().cpu().numpy()
+            _check_num_tokens("router_logits", len(logits), len(tokens))
+            check_router_logits(logits, shape)
+            given = LayerInput(shape, tokens, logits=logits, bias=self._bias)
+        else:
+            if expert_ids is None or weights is None:
+                raise ConfigurationError("give router_logits, or both expert_ids and weights.")
+            ids, chosen = expert_ids.detach().cpu().numpy(), weights.detach().float().cpu().numpy()
+            check_expert_ids(ids, chosen, len(tokens), shape)
+            chosen = np.where(ids < 0, np.float32(0), chosen)
+            given = LayerInput(shape, tokens, expert_ids=ids.astype(np.int32), weights=chosen)
+        target = bf16_to_numpy(out)
+        if self._pe is not None:
+            run_fused(self._pe, self.call, self._experts, given, target)
+        else:
+            run_baseline(self._library, self.call, self.model, self._experts, given, target)
+        return out
+
+    def _check_hidden_states(self, hidden_states: torch.Tensor) -> None:
+        shape, bound = self.call.shape, self.call.pipeline.bound_tokens
+        if hidden_states.device.type != "cpu":
+            raise ConfigurationError(
+                f"hidden_states is on {hidden_states.device}, expected the CPU: this is the host backend. Move it first."
+            )
+        if hidden_states.dtype != torch.bfloat16:
+            raise ConfigurationError(f"hidden_states is {hidden_states.dtype}, expected torch.bfloat16. Convert it first.")
+        if hidden_states.ndim != 2 or hidden_states.shape[1] != shape.hidden_size:
+            raise ConfigurationError(
+                f"hidden_states has shape {tuple(hidden_states.shape)}, expected [num_tokens, {shape.hidden_size}]."
+            )
+        if len(hidden_states) > bound:
+            raise ConfigurationError(
+                f"hidden_states has {len(hidden_states)} tokens, at most bound_tokens = {bound}. "
+                "Give every rank a larger bound, or split the batch."
+            )
+
+
+def _check_num_tokens(name: str, seen: int, expected: int) -> None:
+    if seen != expected:
+        raise ConfigurationError(f"{name} has {seen} rows, but hidden_states has {expected} tokens.")
+
+
+def _check_heap(pe: HostPe, shape: LayerShape, pipeline: Pipeline) -> None:
+    """Refuse a layer that does not fit the heap it would share."""
+    dims = pe.layout.dims
+    wanted = {
+        "hidden_size": (shape.hidden_size, dims.hidden_size),
+        "microbatch_tokens": (pipeline.microbatch_tokens, dims.microbatch_tokens),
+        "depth": (pipeline.depth, dims.depth),
+    }
+    for name, (layer_value, heap_value) in wanted.items():
+        if layer_value != heap_value:
+            raise ConfigurationError(
+                f"{name} = {layer_value}: the heap was made for {heap_value}. Layers that share a heap share {name}."
+            )
+    if shape.top_k > dims.top_k:
+        raise ConfigurationError(
+            f"top_k = {shape.top_k}: the heap was made for {dims.top_k} at most. Join with the largest top_k of all layers."
+        )
+
+
+def _host_experts(experts: ExpertWeights, shape: LayerShape, own: range) -> HostExperts:
+    expected = {
+        "gate_up": (len(own), 2 * shape.intermediate_size, shape.hidden_size),
+        "down": (len(own), shape.hidden_size, shape.intermediate_size),
+    }
+    for name, size in expected.items():
+        seen = tuple(getattr(experts, name).shape)
+        if seen != size:
+            raise ConfigurationError(
+                f"experts.{name} has shape {list(seen)}, expected {list(size)}: this rank holds experts {own.start} to "
+                f"{own.stop - 1}. Load shape.experts_of_rank(rank, num_ranks)."
+            )
+    return HostExperts(own.start, experts.gate_up.float(), experts.down.float())
