@@ -66,9 +66,10 @@ def load_events(path: Path) -> list[Event]:
 class Counters:
     """Totals of one trace. Rows and bytes are per compute rank: the maximum over ranks of each rank's total.
 
-    `packets` counts every put or signal that a rank sends into a switch or a switch sends to a rank and that carries
-    or stands for data of a collective, and every pull: a message that a relay streams in chunks is one packet each
-    way, and a message of a library collective counts as one in and one out of the fabric's switch. `chunks` counts those pieces, and `control` the rest: requests, grants, credits, barrier and stop words.
+    `dispatch_packets` and `combine_packets` count every put or signal that a rank sends into a switch, or a switch to a
+    rank, and that carries or stands for data, and every pull. A message that a relay streams in chunks is one packet each
+    way; a message of a library collective is one into and one out of the fabric's switch. `chunks` counts the pieces,
+    `control` the rest: ready signals, plans, requests, grants, credits, barrier and stop words.
     """
 
     rows_sent: int
