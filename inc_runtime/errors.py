@@ -37,6 +37,10 @@ class ProtocolViolation(IncError):
     """A rule of the protocol was broken: a second writer of a flag, or a magic that does not increase."""
 
 
+class ResultWrong(IncError):
+    """A run finished, but its output is further from the reference than its number formats allow."""
+
+
 class Deadlock(IncError):
     """The simulator has no event left while role programs still wait."""
 

@@ -69,7 +69,8 @@ class Counters:
     `dispatch_packets` and `combine_packets` count every put or signal that a rank sends into a switch, or a switch to a
     rank, and that carries or stands for data, and every pull. A message that a relay streams in chunks is one packet each
     way; a message of a library collective is one into and one out of the fabric's switch. `chunks` counts the pieces,
-    `control` the rest: ready signals, plans, requests, grants, credits, barrier and stop words.
+    `control` the rest: ready signals, plans, requests, grants, credits, barrier and stop words. `dispatch_rows_sent` and
+    `combine_rows_received` are the rows of one rank that the post counts.
     """
 
     rows_sent: int
@@ -82,10 +83,14 @@ class Counters:
     combine_packets: int
     chunks: int
     control: int
+    dispatch_rows_sent: int = 0
+    combine_rows_received: int = 0
 
 
 DATA_FLAGS_OF_DISPATCH = {"tokens_arrived", "expert_rows_arrived"}
 DATA_FLAGS_OF_COMBINE = {"token_sums_arrived"}
+DISPATCH_NAMES = {"dispatch", "tokens_arrived", "relay_arrived"}
+COMBINE_NAMES = {"combine", "token_sums_arrived", "partial_chunk_arrived"}
 CHUNK_FLAGS = {"relay_arrived", "expert_chunk_arrived", "partial_chunk_arrived"}
 
 
@@ -97,6 +102,7 @@ def count(events: Sequence[Event], world: World) -> Counters:
     """
     num = world.num_ranks
     sent, received = [[0, 0, 0] for _ in range(num)], [[0, 0, 0] for _ in range(num)]
+    dispatch_sent, combine_received = [0] * num, [0] * num
     dispatch = combine = chunks = control = 0
     dispatch_switches = range(num, num + world.num_dispatch_switches)
     for event in events:
@@ -104,6 +110,10 @@ def count(events: Sequence[Event], world: World) -> Counters:
             continue
         amounts = (event.rows, event.row_bytes, event.wire_bytes)
         source, target = (event.peer, event.pe) if event.kind == "get" else (event.pe, event.peer)
+        if source < num and event.name in DISPATCH_NAMES:
+            dispatch_sent[source] += event.rows if _to_dispatch(event, dispatch_switches) else 0
+        if target < num and event.name in COMBINE_NAMES:
+            combine_received[target] += event.rows
         if source < num:
             sent[source] = [a + b for a, b in zip(sent[source], amounts, strict=True)]
         if target < num:
@@ -135,7 +145,13 @@ def count(events: Sequence[Event], world: World) -> Counters:
         combine,
         chunks,
         control,
+        max(dispatch_sent),
+        max(combine_received),
     )
+
+
+def _to_dispatch(event: Event, dispatch_switches: range) -> bool:
+    return event.kind == "library" or event.peer in dispatch_switches
 
 
 def write_perfetto(path: Path, events: Sequence[Event], world: World) -> None:

@@ -7,7 +7,7 @@ then go in one all-to-all each way (or an all-gather and a reduce-scatter). Ever
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from inc_runtime.collectives.microbatch import Call, ReceivedRows
 from inc_runtime.config import CommunicationModel
+from inc_runtime.heap_layout import BF16
 from inc_runtime.op_trace import Event, OpTrace
 from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
 from megakernel import experts as stage
@@ -45,32 +46,34 @@ class LibraryGroup:
         yield
         self.trace.add(Event(self.rank, "stage", name, 1, start, time.perf_counter() * 1e6, rows=rows))
 
-    def exchange(self, name: str, parts: list[np.ndarray], received_rows: list[int], *, payload: bool) -> list[np.ndarray]:
-        """One library all-to-all of row arrays, one per destination. Returns what each rank sent here.
+    def exchange(self, name: str, parts: Sequence[Sequence[np.ndarray]], expected: Sequence[Sequence[np.ndarray]]) -> None:
+        """One library all-to-all. `parts[d]` are the arrays for rank d, `expected[s]` those to fill from rank s.
 
-        Every message crosses the fabric's switch once in and once out: the trace holds one event for each.
+        The first array of a part holds token rows, if any does. A message crosses the fabric's switch once in and once
+        out; the trace holds one event for each message.
         """
-        like = parts[0]
-        row_bytes = like.dtype.itemsize * int(np.prod(like.shape[1:]))
-        sent = np.frombuffer(bytearray(b"".join(part.tobytes() for part in parts)), np.uint8)
-        received = np.empty(sum(received_rows) * row_bytes, np.uint8)
+        messages = [b"".join(array.tobytes() for array in part) for part in parts]
+        sizes = [sum(array.nbytes for array in arrays) for arrays in expected]
+        received = np.empty(sum(sizes), np.uint8)
         start = time.perf_counter() * 1e6
         dist.all_to_all_single(
             torch.from_numpy(received),
-            torch.from_numpy(sent),
-            [n * row_bytes for n in received_rows],
-            [len(part) * row_bytes for part in parts],
+            torch.from_numpy(np.frombuffer(bytearray(b"".join(messages)), np.uint8)),
+            sizes,
+            [len(message) for message in messages],
             group=self.group,
         )
         end = time.perf_counter() * 1e6
-        for peer, part in enumerate(parts):
-            rows = len(part) if payload else 0
-            size = len(part) * row_bytes
+        for peer, (part, message) in enumerate(zip(parts, messages, strict=True)):
+            rows = part[0] if part[0].dtype == BF16 else part[0][:0]
+            size = len(message)
             self.trace.add(
-                Event(self.rank, "library", name, 1, start, end, peer, rows, rows * row_bytes, size, len(part) > 0)
+                Event(self.rank, "library", name, 1, start, end, peer, len(rows), rows.nbytes, size, len(rows) > 0)
             )
-        rows_in = received.view(like.dtype).reshape((sum(received_rows), *like.shape[1:]))
-        return np.split(rows_in, np.cumsum(received_rows)[:-1])
+        offset = 0
+        for array in (array for arrays in expected for array in arrays):
+            array.view(np.uint8).reshape(-1)[...] = received[offset : offset + array.nbytes]
+            offset += array.nbytes
 
 
 def run_baseline(
@@ -93,15 +96,19 @@ def run_baseline(
         records = routing_records(routed.expert_ids, routed.weights)
         packed = [routed.tokens[rows] for rows in rows_for]
         packed_records = [records[rows] for rows in rows_for]
-    counts = [np.array([len(rows)], np.int64) for rows in rows_for]
-    received_counts = library.exchange("dispatch_counts", counts, [1] * library.num_ranks, payload=False)
-    num_received = [int(count[0]) for count in received_counts]
-    rows = library.exchange("dispatch", packed, num_received, payload=True)
-    routing = library.exchange("dispatch_records", packed_records, num_received, payload=False)
-    received = ReceivedRows(np.concatenate(rows), np.concatenate(routing), np.arange(sum(num_received)))
+    ranks = range(library.num_ranks)
+    counts = np.zeros((library.num_ranks, 1), np.int64)
+    library.exchange("counts", [[np.array([len(rows)])] for rows in rows_for], [[counts[r]] for r in ranks])
+    first = np.concatenate([[0], np.cumsum(counts)])
+    rows = np.empty((first[-1], output.shape[1]), BF16)
+    routing = np.empty(first[-1], records.dtype)
+    blocks = [slice(first[r], first[r + 1]) for r in ranks]
+    to_send = [[packed[r], packed_records[r]] for r in ranks]
+    library.exchange("dispatch", to_send, [[rows[block], routing[block]] for block in blocks])
+    received = ReceivedRows(rows, routing, np.arange(len(rows)))
     run_experts(library, experts, received)
-    partial = np.split(received.rows, np.cumsum(num_received)[:-1])
-    returned = library.exchange("combine", partial, [len(r) for r in rows_for], payload=True)
+    returned = [np.empty((len(own), output.shape[1]), BF16) for own in rows_for]
+    library.exchange("combine", [[rows[block]] for block in blocks], [[part] for part in returned])
     with library.stage("global_reduce", num_tokens):
         sums = np.zeros(output.shape, np.float32)
         for own, part in zip(rows_for, returned, strict=True):

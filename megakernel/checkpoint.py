@@ -12,13 +12,15 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from inc_runtime.config import LayerShape, Router
 from inc_runtime.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -74,6 +76,8 @@ def load_experts(folder: str | Path, layer: int, experts: range) -> ExpertWeight
             "Ask for those."
         )
     hidden, width = shape.hidden_size, shape.intermediate_size
+    import torch
+
     gate_up = torch.empty(len(experts), 2 * width, hidden, dtype=torch.bfloat16)
     down = torch.empty(len(experts), hidden, width, dtype=torch.bfloat16)
     with CheckpointReader(folder) as reader:
@@ -92,7 +96,7 @@ def load_gate(folder: str | Path, layer: int) -> torch.Tensor:
     with CheckpointReader(folder) as reader:
         reader.require_layer(layer)
         gate = reader.tensor(f"model.layers.{layer}.mlp.gate.weight", (shape.num_experts, shape.hidden_size))
-    return gate.to(torch.bfloat16, copy=True)
+    return gate.bfloat16().clone()
 
 
 class CheckpointReader:

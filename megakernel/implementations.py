@@ -1,6 +1,8 @@
-"""Which communication models each implementation can run on; the first is its own."""
+"""Which communication models each implementation can run on; the first is its own. Needs no torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from inc_runtime.config import CommunicationModel as Model
 from inc_runtime.config import Implementation
@@ -23,6 +25,38 @@ def check_model(implementation: Implementation, model: Model) -> None:
     if model not in MODELS_OF[implementation]:
         names = " or ".join(m.value for m in MODELS_OF[implementation])
         raise ConfigurationError(
-            f"implementation = {implementation.value}: its communication model must be {names}, "
-            f"but the heap was made for {model.value}. Join the job with that model."
+            f"implementation = {implementation.value} on {model.value}: its communication model must be {names}. "
+            "Choose that model for the heap, or another implementation."
         )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the comparison: an implementation on a communication model."""
+
+    implementation: Implementation
+    model: Model
+
+    @property
+    def name(self) -> str:
+        return f"{self.implementation.value}-{self.model.value}"
+
+    @property
+    def needs_heap(self) -> bool:
+        return self.implementation is not Implementation.BASELINE
+
+
+ALL_CASES = tuple(Case(implementation, model) for implementation, models in MODELS_OF.items() for model in models)
+
+
+def case_of(implementation: str, collective: str | None) -> Case:
+    """The case that two names choose; the implementation's own model if `collective` is None."""
+    chosen = Implementation(implementation)
+    model = MODELS_OF[chosen][0] if collective is None else Model(collective)
+    check_model(chosen, model)
+    return Case(chosen, model)
+
+
+def case_of_name(name: str) -> Case:
+    """The inverse of `Case.name`."""
+    return next(case for case in ALL_CASES if case.name == name)

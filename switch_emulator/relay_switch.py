@@ -31,7 +31,7 @@ class RelaySwitch:
         self.next_chunk = [1] * self.dims.num_ranks
         self.messages_done: Counter[tuple[int, int]] = Counter()
         self.stops_seen: set[str] = set()
-        self.first_magic = first_magic
+        self.to_give_back: list[int] = []
         self.last_magic = first_magic - 1
         self.grants = DispatchGrants(pe, first_magic)
         self.barrier = InNetworkBarrier(pe, first_magic)
@@ -51,6 +51,7 @@ class RelaySwitch:
             watched = chunks + requests + joins + stops
             for position in sorted(self.pe.wait_until_some(watched, Tag.RELAY_CHUNK, idle=True)):
                 self.on_arrival(watched[position])
+            self.give_back_cells()
             if len(self.stops_seen) == self.dims.num_ranks:
                 raise Stopped
             self.open_phases()
@@ -80,7 +81,7 @@ class RelaySwitch:
             self.stops_seen.add(arrived.sender)
 
     def forward(self, sender: int, cell: int) -> None:
-        """Pass one chunk on, complete it, and give the cell back to its sender."""
+        """Pass one chunk on to its destination."""
         fields = self.pe.memory["relay_chunk"][sender, cell]
         destination, magic, number = (int(fields[f]) for f in (Chunk.DESTINATION, Chunk.MAGIC, Chunk.NUMBER))
         flags = "expert_chunk_arrived" if self.dispatch else "partial_chunk_arrived"
@@ -92,12 +93,20 @@ class RelaySwitch:
             self.pe.put_signal(destination, segments, flag, word, magic=magic, part=number)
         else:
             self.pe.signal(destination, flag, signal_word(magic, False), magic=magic)
-        self.pe.quiet()
-        credit = Flag("relay_credits", (self.index,))
-        self.pe.signal(sender, credit, signal_word(self.next_chunk[sender], True), magic=magic)
         self.next_chunk[sender] += 1
+        self.to_give_back.append(sender)
         if number == fields[Chunk.NUM_CHUNKS] - 1:
             self.message_done(sender, destination, magic)
+
+    def give_back_cells(self) -> None:
+        """Complete the chunks that were passed on, then give their cells back."""
+        if not self.to_give_back:
+            return
+        self.pe.quiet()
+        for sender in sorted(set(self.to_give_back)):
+            word = signal_word(self.next_chunk[sender] - 1, True)
+            self.pe.signal(sender, Flag("relay_credits", (self.index,)), word, magic=self.last_magic)
+        self.to_give_back.clear()
 
     def segments(self, sender: int, cell: int, fields: np.ndarray) -> list[Segment]:
         """What the chunk brings to its destination; nothing for a message without rows."""

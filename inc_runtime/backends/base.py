@@ -124,8 +124,8 @@ class BasePe:
     def stage(self, stage: str, magic: int, *, rows: int = 0) -> Iterator[None]:
         start = self.now_us()
         yield
-        self._spend(stage, rows)
-        self.trace.add(Event(self.pe, "stage", stage, magic, start, self.now_us(), rows=rows))
+        self._spend(stage, int(rows))
+        self.trace.add(Event(self.pe, "stage", stage, magic, start, self.now_us(), rows=int(rows)))
 
     def _spend(self, stage: str, rows: int) -> None:
         """Let a virtual clock advance by the cost of local work; real time passes by itself."""

@@ -35,7 +35,7 @@ _generations = itertools.count()
 class HostPe(BasePe):
     """One PE of the host backend. Make it with `join`; leave with `close`.
 
-    `delay_us` > 0 sleeps a seeded random time before each verb, for tests.
+    `delay_us` > 0 sleeps a seeded random time before each verb, for tests; `traced` None follows INC_TRACE.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class HostPe(BasePe):
         delay_us: float = 0.0,
         seed: int = 0,
         poison: bool = False,
+        traced: bool | None = None,
     ) -> None:
         dims = layout.dims
         digest = int.from_bytes(hashlib.sha256(repr((dims, layout.heap_bytes)).encode()).digest()[:7], "little")
@@ -55,7 +56,8 @@ class HostPe(BasePe):
         self._peer_memory = [
             layout.carve(world.role_of(peer), mapped.slab) for peer, mapped in enumerate(self._slabs.peers)
         ]
-        super().__init__(environment.rank, world, layout, self._peer_memory[environment.rank], environment.trace)
+        traced = environment.trace if traced is None else traced
+        super().__init__(environment.rank, world, layout, self._peer_memory[environment.rank], traced)
         self._limit_s = environment.wait_limit_s
         self._random = random.Random(seed * 1000 + self.pe)
         self._delay_us = delay_us

@@ -78,6 +78,18 @@ class Simulation:
         self._threads.append((thread, self.pes[pe]))
         self.at(self.now + self.jitter(), thread.switch)
 
+    def spawn_world(
+        self, rank_program: Callable[[SimulatedPe], None], switch_program: Callable[[SimulatedPe], None]
+    ) -> None:
+        """Spawn every PE of the world; a rank that ends tells every switch to stop."""
+
+        def rank(pe: SimulatedPe) -> None:
+            rank_program(pe)
+            pe.close()
+
+        for pe in range(self.world.num_pes):
+            self.spawn(pe, rank if pe < self.world.num_ranks else switch_program)
+
     def run(self) -> float:
         """Run all programs to their end. Returns the virtual time in us. Raises what a program raised, or Deadlock."""
         self._hub = greenlet.getcurrent()
@@ -255,6 +267,12 @@ class SimulatedPe(BasePe):
             raise ArrivalTimeout(self._wait_record(awaited, tag, microbatch, waited_s))
         self._record_wait(awaited, tag, start)
         return ready
+
+    def close(self) -> None:
+        """Tell every switch that this rank sends nothing more."""
+        word = signal_word(int(self.memory["magic"][0]) + 1, True)
+        for switch in range(self.world.num_ranks, self.world.num_pes):
+            self.signal(switch, Flag("stop", (self.pe,)), word, magic=0)
 
     def barrier(self) -> None:
         self._barriers += 1

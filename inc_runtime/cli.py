@@ -1,0 +1,255 @@
+"""The command `inc`: arguments in, jobs out. The one place that puts ranks, switches and layers together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inc_runtime import doctor
+from inc_runtime.config import (
+    OLMOE_1B_7B,
+    CommunicationModel,
+    Implementation,
+    LayerShape,
+    Pipeline,
+    Router,
+    SumOrder,
+    check,
+)
+from inc_runtime.environment import Environment
+from inc_runtime.errors import Aborted, ConfigurationError, IncError
+from inc_runtime.job import JobPlan, run_pe, wait_for_all, wait_for_file
+from inc_runtime.launch import join_rank_group, launch
+from inc_runtime.one_sided import OneSided
+from inc_runtime.protocol import World
+
+if TYPE_CHECKING:
+    from megakernel.workload import Workload
+
+DEMO_CHECKPOINT = Path(os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))) / "inc-moe"
+SMALL = LayerShape(num_experts=16, top_k=4, hidden_size=256, intermediate_size=128)
+
+DEMO_HELP = """\
+Run the MoE layer of OLMoE-1B-7B on every implementation and communication model, check each against a float64 reference and
+against transformers' own block, and print one table. Needs no GPU: four ranks and two switches run as six processes.
+Without --checkpoint, a checkpoint of the same architecture with seeded random weights is written once and kept."""
+RUN_HELP = """\
+Run one implementation on one communication model, with the shape, the routing and the pipeline of your choice, on processes
+(--backend host) or in the simulator's virtual time (--backend simulated). Example, ragged ranks, one of them empty:
+  inc run --implementation megakernel_inc --ranks 3 --tokens 40,0,17 --microbatch 8 --experts 12 --top-k 3"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `inc` and of `python -m inc_runtime`."""
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="inc",
+        formatter_class=text,
+        description="In-network-computing all-to-all for Mixture-of-Experts.\n"
+        "demo and run also work directly under torchrun: torchrun --nproc-per-node 6 -m inc_runtime demo",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="the whole comparison on a laptop", description=DEMO_HELP, formatter_class=text)
+    demo.add_argument("--small", action="store_true", help="a small model instead of OLMoE's real shape")
+    demo.set_defaults(implementation=None, collective=None, backend="host")
+    run = commands.add_parser("run", help="one implementation, any shape", description=RUN_HELP, formatter_class=text)
+    _add_run_arguments(run)
+    for command, tokens in ((demo, "64"), (run, "32")):
+        _add_job_arguments(command, tokens)
+    make = commands.add_parser("make-checkpoint", help="write an OLMoE checkpoint with seeded random weights")
+    make.add_argument("folder", type=Path, help="a folder that does not exist yet")
+    make.add_argument("--layers", type=int, default=2)
+    make.add_argument("--seed", type=int, default=0)
+    _add_shape_arguments(make, OLMOE_1B_7B)
+    trace = commands.add_parser("trace", help="counters, picture and Perfetto file of a finished run")
+    trace.add_argument("folder", type=Path, help="the folder of one case, such as out/demo/megakernel_inc-inc_all_to_all")
+    doctor.add_arguments(commands.add_parser("doctor", help="what this machine can run, and what is missing"))
+    return parser
+
+
+def _add_shape_arguments(parser: argparse.ArgumentParser, shape: LayerShape) -> None:
+    group = parser.add_argument_group("shape of the layer")
+    group.add_argument("--experts", type=int, default=shape.num_experts, help=f"E (default {shape.num_experts})")
+    group.add_argument("--top-k", type=int, default=shape.top_k, help=f"k (default {shape.top_k})")
+    group.add_argument("--hidden", type=int, default=shape.hidden_size, help=f"H (default {shape.hidden_size})")
+    group.add_argument("--intermediate", type=int, default=shape.intermediate_size, help=f"I (default {shape.intermediate_size})")
+    group.add_argument("--renormalize", action="store_true", help="scale the chosen weights of a token to sum to 1")
+    group.add_argument("--router", choices=[r.value for r in Router], default=Router.SOFTMAX.value)
+
+
+def _add_run_arguments(run: argparse.ArgumentParser) -> None:
+    run.add_argument("--implementation", choices=[i.value for i in Implementation], default=Implementation.MEGAKERNEL_INC.value)
+    run.add_argument("--collective", choices=[m.value for m in CommunicationModel], help="default: the implementation's own")
+    run.add_argument("--backend", choices=["host", "simulated"], default="host")
+    run.add_argument("--routing", choices=["uniform", "zipf", "hot-expert", "hot-rank"], default="uniform")
+    run.add_argument("--seed", type=int, default=0)
+    _add_shape_arguments(run, SMALL)
+
+
+def _add_job_arguments(parser: argparse.ArgumentParser, tokens: str) -> None:
+    group = parser.add_argument_group("job")
+    group.add_argument("--checkpoint", type=Path, help="a Hugging Face OLMoE folder (safetensors, sharded or not)")
+    group.add_argument("--layer", type=int, default=1, help="which MoE layer of the checkpoint (default 1)")
+    group.add_argument("--ranks", type=int, default=4, help="W, compute ranks (default 4)")
+    group.add_argument("--dispatch-switches", type=int, default=1, help="tokens are split between them (default 1)")
+    group.add_argument("--combine-switches", type=int, default=1, help="tokens are split between them (default 1)")
+    group.add_argument("--tokens", default=tokens, help=f"of each rank, or one number per rank: 64,0,17,5 (default {tokens})")
+    group.add_argument("--microbatch", type=int, default=16, help="m_b, tokens of a rank in a microbatch (default 16)")
+    group.add_argument("--depth", type=int, default=3, help="D, slot sets of the ring (default 3)")
+    group.add_argument("--group", type=int, default=1, help="G, ranks per phase of the phased forms (default 1)")
+    group.add_argument("--no-barrier", action="store_true", help="no INC barrier after a phased dispatch")
+    group.add_argument("--rank-order", action="store_true", help="switches add in rank order: sums do not depend on timing")
+    group.add_argument("--iterations", type=int, default=3, help="timed calls after one warm-up (default 3)")
+    group.add_argument("--delay-us", type=float, default=0.0, help="random delays before each verb, to provoke races")
+    group.add_argument("--output", type=Path, help="folder of results (default out/COMMAND)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the rows of the table there")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `inc`. Returns the exit status; errors of the runtime are one message, without a traceback."""
+    options = build_parser().parse_args(arguments)
+    try:
+        if options.command == "doctor":
+            return doctor.run(options)
+        if options.command == "make-checkpoint":
+            return make_checkpoint(options.folder, shape_of(options), options.layers, options.seed)
+        if options.command == "trace":
+            from inc_runtime.show_trace import show_trace
+
+            return show_trace(options.folder)
+        return run_job(options, sys.argv[1:] if arguments is None else arguments)
+    except Aborted as error:
+        print(f"inc: {error}", file=sys.stderr)
+        return 3
+    except IncError as error:
+        print(f"inc: error: {error}", file=sys.stderr)
+        return 2
+
+
+def shape_of(options: argparse.Namespace) -> LayerShape:
+    return LayerShape(
+        options.experts, options.top_k, options.hidden, options.intermediate, Router(options.router), options.renormalize
+    )
+
+
+def make_checkpoint(folder: Path, shape: LayerShape, num_layers: int, seed: int = 0) -> int:
+    from megakernel.make_checkpoint import write_checkpoint
+
+    heads = 16 if shape.hidden_size % 32 == 0 else 1
+    write_checkpoint(folder, shape, num_layers=num_layers, num_attention_heads=heads, seed=seed)
+    print(f"wrote {folder}", file=sys.stderr)
+    return 0
+
+
+def run_job(options: argparse.Namespace, arguments: list[str]) -> int:
+    """demo and run: check, then start the processes, or be one of them."""
+    options.output = options.output or Path("out") / options.command
+    environment = Environment.read()
+    if options.command == "demo" and not options.checkpoint:
+        options.checkpoint = DEMO_CHECKPOINT / ("olmoe-small" if options.small else "olmoe-1b-7b-two-layers")
+        if not options.checkpoint.exists() and environment.rank == 0:
+            print(f"writing a checkpoint with random weights, once, to {options.checkpoint}", file=sys.stderr)
+            make_checkpoint(options.checkpoint, SMALL if options.small else OLMOE_1B_7B, 2)
+        wait_for_file(options.checkpoint, "rank 0", environment.start_limit_s)
+    plan = plan_of(options, environment)
+    if options.backend == "simulated":
+        from megakernel.comparison_report import conclude_simulated
+
+        return conclude_simulated(plan, workload_of(options, plan), options.json, switch_program(plan), options.seed)
+    if environment.under_torchrun:
+        return be_a_pe(options, plan)
+    return launch(arguments, plan.world.num_pes)
+
+
+def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
+    """Everything that the PEs must agree on. Raises ConfigurationError before any process starts."""
+    from megakernel.implementations import ALL_CASES, case_of
+
+    try:
+        counts = tuple(int(text) for text in options.tokens.split(","))
+    except ValueError:
+        raise ConfigurationError(f"tokens = {options.tokens!r}: it must be a number, or one per rank: 64,0,17,5.") from None
+    counts = counts * options.ranks if len(counts) == 1 else counts
+    if len(counts) != options.ranks or min(counts) < 0:
+        raise ConfigurationError(
+            f"tokens = {options.tokens!r}: give one number for all, or {options.ranks} (one per rank), none below 0."
+        )
+    pipeline = Pipeline(
+        max(*counts, 1),
+        options.microbatch,
+        options.depth,
+        options.group,
+        not options.no_barrier,
+        SumOrder.RANK if options.rank_order else SumOrder.ARRIVAL,
+    )
+    if options.checkpoint:
+        from megakernel.checkpoint import read_layer_shape
+
+        shape = read_layer_shape(options.checkpoint)
+    else:
+        shape = shape_of(options)
+    world = World(options.ranks, options.dispatch_switches, options.combine_switches)
+    check(shape, pipeline, world.num_ranks)
+    cases = ALL_CASES if options.implementation is None else (case_of(options.implementation, options.collective),)
+    named = tuple((case.name, case.model, case.needs_heap) for case in cases)
+    return JobPlan(shape, pipeline, world, counts, named, options.output, options.delay_us)
+
+
+def workload_of(options: argparse.Namespace, plan: JobPlan) -> Workload:
+    """Tokens and experts of the job: from a checkpoint and text, or random."""
+    from megakernel.workload import RandomWorkload, Routing, TextWorkload
+
+    if options.checkpoint:
+        return TextWorkload(options.checkpoint, options.layer)
+    return RandomWorkload(plan.shape, Routing(options.routing), options.seed)
+
+
+def switch_program(plan: JobPlan) -> Callable[[OneSided], None]:
+    """What a switch PE of the job runs."""
+    from switch_emulator.run_switch import run_switch
+
+    return lambda pe: run_switch(pe, plan.pipeline.sum_order)
+
+
+def be_a_pe(options: argparse.Namespace, plan: JobPlan) -> int:
+    """One process of the torchrun job: a rank runs every case, a switch serves every case that needs a heap."""
+    environment = Environment.read()
+    rank = environment.rank
+    if rank >= plan.world.num_ranks:
+        run_pe(
+            plan,
+            prepare=lambda path: None,
+            run_rank_case=lambda name, pe, folder: None,
+            run_switch_case=switch_program(plan),
+            on_case=lambda name: None,
+        )
+        return 0
+    from tqdm import tqdm
+
+    from megakernel.comparison import rank_runner
+    from megakernel.comparison_report import conclude
+
+    join_rank_group(environment, plan.world.num_ranks)
+    bar = tqdm(total=len(plan.cases) + 1, disable=rank != 0, desc="preparing tokens and references", leave=False)
+    run_case = rank_runner(plan, workload_of(options, plan), rank, options.iterations)
+
+    def on_case(name: str) -> None:
+        bar.update()
+        bar.set_description(name)
+
+    folder = run_pe(
+        plan,
+        prepare=lambda path: workload_of(options, plan).prepare(path, sum(plan.tokens_of_rank), plan.world.num_ranks),
+        run_rank_case=run_case,
+        run_switch_case=lambda pe: None,
+        on_case=on_case,
+    )
+    if rank == 0:
+        wait_for_all(plan, folder)
+        bar.close()
+        conclude(plan, folder, options.json, switch_program(plan))
+    return 0

@@ -1,0 +1,67 @@
+"""Starting the processes of a job, and the process group of its compute ranks. torch is imported only where it is needed."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from inc_runtime.environment import Environment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MONITOR_S = 0.5
+"""How long torchrun's agent lets the survivors of a dead process speak before it ends them."""
+
+
+def launch(arguments: list[str], num_processes: int) -> int:
+    """Run `python -m inc_runtime ARGUMENTS` as one torchrun job on this machine. Returns 0, or 1 after naming who failed."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(threads, "1")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=f"inc-{os.getpid()}",
+        max_restarts=0,
+        monitor_interval=MONITOR_S,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "inc_runtime", *arguments)
+    except ChildFailedError as error:
+        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+        how = f"was killed by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exited {first.exitcode}"
+        print(f"inc: the job ended early: PE {first.local_rank} (process {first.pid}) {how} first.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def join_rank_group(environment: Environment, num_ranks: int) -> ProcessGroup:
+    """The gloo group of the compute ranks, through torchrun's own store. Collective over the ranks; switches stay out.
+
+    Returns the default group. Its collectives end at the wait limit.
+    """
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=environment.wait_limit_s)
+    store = dist.TCPStore(environment.master_addr, environment.master_port, is_master=False, timeout=limit)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"inc-ranks-{environment.restart_count}", store),
+        rank=environment.rank,
+        world_size=num_ranks,
+        timeout=limit,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return group

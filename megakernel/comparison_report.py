@@ -1,0 +1,118 @@
+"""The end of a comparison: each case against both references, the table, the JSON rows, the pictures."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from inc_runtime.errors import ConfigurationError, ResultWrong
+from inc_runtime.job import WORKLOAD_FILE, JobPlan
+from inc_runtime.op_trace import Event
+from inc_runtime.report import LEGEND, Row, load_case, make_row, table, write_rows
+from inc_runtime.show_trace import save_case, write_pictures
+from megakernel.implementations import Case, case_of_name
+from megakernel.reference import bf16_bound
+from megakernel.simulated_case import simulate_case, simulate_steps
+from megakernel.stages import TEN_STAGES
+from megakernel.workload import Workload, WorkloadFile
+
+SwitchProgram = Callable[..., None]
+LIBRARY_STEPS = 3
+"""Transfers in a row of the Baseline's library collectives: counts, rows, sums."""
+
+
+def conclude(plan: JobPlan, folder: Path, json_path: Path | None, switch_program: SwitchProgram) -> None:
+    """On rank 0 of a host job: gather what all PEs left in `folder`, report it, and keep one folder per case."""
+    file = WorkloadFile(folder / WORKLOAD_FILE, plan.tokens_of_rank)
+    reference = file.array("reference")
+    transformers = file.array("transformers") if file.has("transformers") else None
+    rows = []
+    for name, _, _ in plan.cases:
+        case = case_of_name(name)
+        output, time_us, events = load_case(folder / name, plan.world)
+        steps = simulate_steps(case, plan, switch_program) if case.needs_heap else LIBRARY_STEPS
+        rows.append(_row(case, plan, output, reference, transformers, events, time_us, steps, "measured_host", "host"))
+        keep(plan, name, events)
+    shutil.rmtree(folder)
+    report(plan, rows, json_path)
+
+
+def conclude_simulated(
+    plan: JobPlan, workload: Workload, json_path: Path | None, switch_program: SwitchProgram, seed: int
+) -> int:
+    """Run one case in the simulator's virtual time, in this process, and report it."""
+    case = case_of_name(plan.cases[0][0])
+    if not case.needs_heap:
+        raise ConfigurationError("the baseline uses library collectives, which the simulator does not have. Use --backend host.")
+    path = plan.output / WORKLOAD_FILE
+    plan.output.mkdir(parents=True, exist_ok=True)
+    workload.prepare(path, sum(plan.tokens_of_rank), plan.world.num_ranks)
+    outcome = simulate_case(case, plan, workload, path, switch_program, seed)
+    path.unlink()
+    steps = simulate_steps(case, plan, switch_program)
+    row = _row(
+        case, plan, outcome.output, outcome.reference, None, outcome.events, outcome.time_us, steps, "simulated", "simulated"
+    )
+    keep(plan, case.name, outcome.events)
+    report(plan, [row], json_path)
+    return 0
+
+
+def _row(
+    case: Case,
+    plan: JobPlan,
+    output: np.ndarray,
+    reference: np.ndarray,
+    transformers: np.ndarray | None,
+    events: list[Event],
+    time_us: float,
+    steps: int,
+    source: str,
+    placement: str,
+) -> Row:
+    return make_row(
+        case.implementation.value,
+        case.model.value,
+        plan.world,
+        output,
+        reference,
+        transformers,
+        events,
+        time_us=time_us,
+        steps=steps,
+        source=source,
+        placement=placement,
+    )
+
+
+def keep(plan: JobPlan, name: str, events: list[Event]) -> None:
+    """Keep the events of one case in a folder of its own, in place of those of an earlier run."""
+    target = plan.output / name
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    save_case(target, events, plan.world, {stage.name: stage.unit.value for stage in TEN_STAGES})
+
+
+def report(plan: JobPlan, rows: list[Row], json_path: Path | None) -> None:
+    """Print the table and write what belongs to it. Raises ResultWrong when a result is outside the bfloat16 bound."""
+    print(table(rows))
+    print(LEGEND)
+    tokens = sum(plan.tokens_of_rank)
+    print(
+        f"W = {plan.world.num_ranks}, {tokens} tokens, m_b = {plan.pipeline.microbatch_tokens}, D = {plan.pipeline.depth}, "
+        f"G = {plan.pipeline.ranks_per_phase}; source {rows[0].source}, placement {rows[0].placement}"
+    )
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(json_path, rows)
+    shown = next((name for name, _, _ in plan.cases if name.startswith("megakernel_inc-")), plan.cases[-1][0])
+    for path in write_pictures(plan.output / shown):
+        print(f"wrote {path}")
+    bound = bf16_bound(max(tokens, 1), plan.shape)
+    wrong = [f"{r.implementation} on {r.collective} ({r.relative_error:.2e})" for r in rows if not r.relative_error <= bound]
+    if wrong:
+        raise ResultWrong(f"relative error above the bfloat16 bound of {bound:.2e}: {', '.join(wrong)}.")
+    print(f"every result is within the bfloat16 bound of {bound:.1e} of the float64 reference")
