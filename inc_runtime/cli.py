@@ -58,8 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     demo.set_defaults(implementation=None, collective=None, backend="host")
     run = commands.add_parser("run", help="one implementation, any shape", description=RUN_HELP, formatter_class=text)
     _add_run_arguments(run)
-    for command, tokens in ((demo, "64"), (run, "32")):
-        _add_job_arguments(command, tokens)
+    _add_job_arguments(demo, tokens="64", iterations=2)
+    _add_job_arguments(run, tokens="32", iterations=5)
     make = commands.add_parser("make-checkpoint", help="write an OLMoE checkpoint with seeded random weights")
     make.add_argument("folder", type=Path, help="a folder that does not exist yet")
     make.add_argument("--layers", type=int, default=2)
@@ -90,7 +90,7 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     _add_shape_arguments(run, SMALL)
 
 
-def _add_job_arguments(parser: argparse.ArgumentParser, tokens: str) -> None:
+def _add_job_arguments(parser: argparse.ArgumentParser, *, tokens: str, iterations: int) -> None:
     group = parser.add_argument_group("job")
     group.add_argument("--checkpoint", type=Path, help="a Hugging Face OLMoE folder (safetensors, sharded or not)")
     group.add_argument("--layer", type=int, default=1, help="which MoE layer of the checkpoint (default 1)")
@@ -103,7 +103,7 @@ def _add_job_arguments(parser: argparse.ArgumentParser, tokens: str) -> None:
     group.add_argument("--group", type=int, default=1, help="G, ranks per phase of the phased forms (default 1)")
     group.add_argument("--no-barrier", action="store_true", help="no INC barrier after a phased dispatch")
     group.add_argument("--rank-order", action="store_true", help="switches add in rank order: sums do not depend on timing")
-    group.add_argument("--iterations", type=int, default=3, help="timed calls after one warm-up (default 3)")
+    group.add_argument("--iterations", type=int, default=iterations, help=f"timed calls after a warm-up (default {iterations})")
     group.add_argument("--delay-us", type=float, default=0.0, help="random delays before each verb, to provoke races")
     group.add_argument("--output", type=Path, help="folder of results (default out/COMMAND)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the rows of the table there")

@@ -202,7 +202,7 @@ RANK = (
     Region("token_sums", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _bf16, "combine switch", "this rank", when=_inc),
     _flags("token_sums_arrived", lambda d: (d.depth, d.world.num_combine_switches), "combine switch", "this rank", when=_inc),
     _flags("dispatch_grants", lambda d: (d.world.num_dispatch_switches, d.ranks_per_phase), "dispatch switch", "this rank", when=_phased),
-    _flags("barrier_released", lambda d: (d.depth,), "dispatch switch 0", "this rank", when=_phased),
+    _flags("barrier_released", lambda d: (1,), "dispatch switch 0", "this rank", when=_phased),
     # Relayed models: the counts travel with chunk 0 of every message; each chunk has a flag of its own.
     _flags("expert_chunk_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, d.dispatch_chunks), "relay", "this rank", when=_relayed),
     Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _bf16, "relay", "global reduce", when=_relayed),
@@ -230,7 +230,7 @@ DISPATCH_SWITCH = (
     _flags("tokens_arrived", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_inc),
     Region("outbox_header", Kind.CONTROL, lambda d: (d.depth, d.num_ranks, d.num_ranks, HEADER_FIELDS), _int64, "this switch", "its own puts", when=_inc),
     _flags("dispatch_requests", lambda d: (d.num_ranks,), "rank", "this switch", when=_phased),
-    _flags("barrier_joined", lambda d: (d.depth, d.num_ranks), "rank", "dispatch switch 0", when=_phased),
+    _flags("barrier_joined", lambda d: (d.num_ranks,), "rank", "dispatch switch 0", when=_phased),
 )
 
 COMBINE_SWITCH = (

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from inc_runtime.backends.host import HostPe
 from inc_runtime.job import WORKLOAD_FILE, JobPlan
 from inc_runtime.op_trace import save_events
+from megakernel.checkpoint import ExpertWeights
 from megakernel.experts import bf16_to_numpy
 from megakernel.implementations import Case, case_of_name
 from megakernel.moe_layer import MoELayer
@@ -21,11 +22,18 @@ from megakernel.workload import RankTokens, Workload, WorkloadFile
 
 
 def rank_runner(plan: JobPlan, workload: Workload, rank: int, iterations: int) -> Callable[[str, HostPe | None, Path], None]:
-    """What `run_pe` calls for each case on this rank: (case name, PE or None, folder of the case)."""
+    """What `run_pe` calls for each case on this rank: (case name, PE or None, folder of the case).
+
+    The experts are read and widened to float32 once, for all cases.
+    """
+    loaded: list[ExpertWeights] = []
 
     def run(name: str, pe: HostPe | None, folder: Path) -> None:
+        if not loaded:
+            bf16 = workload.experts(plan.shape.experts_of_rank(rank, plan.world.num_ranks))
+            loaded.append(ExpertWeights(bf16.experts, bf16.gate_up.float(), bf16.down.float()))
         tokens = WorkloadFile(folder.parent / WORKLOAD_FILE, plan.tokens_of_rank).of_rank(rank)
-        run_case(case_of_name(name), pe, plan, workload, tokens, rank, iterations, folder)
+        run_case(case_of_name(name), pe, plan, loaded[0], tokens, rank, iterations, folder)
 
     return run
 
@@ -34,7 +42,7 @@ def run_case(
     case: Case,
     pe: HostPe | None,
     plan: JobPlan,
-    workload: Workload,
+    experts: ExpertWeights,
     tokens: RankTokens,
     rank: int,
     iterations: int,
@@ -44,7 +52,6 @@ def run_case(
 
     One warm-up call comes first. The events are those of the last call alone.
     """
-    experts = workload.experts(plan.shape.experts_of_rank(rank, plan.world.num_ranks))
     layer = MoELayer(plan.shape, plan.pipeline, case.implementation, pe, experts, model=case.model)
     output = torch.full_like(tokens.hidden_states, torch.nan)
     times_us = []

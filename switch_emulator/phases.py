@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from inc_runtime.one_sided import Awaited, Flag, OneSided
-from inc_runtime.protocol import signal_word, slot_of
+from inc_runtime.protocol import magic_of, signal_word
 
 
 @dataclass
@@ -69,31 +69,31 @@ class DispatchGrants:
 
 
 class InNetworkBarrier:
-    """The INC barrier after a phased dispatch: releases all ranks once the last has joined."""
+    """The INC barrier after a phased dispatch: releases all ranks once the last has joined.
+
+    A call may run without it, so the magics of successive barriers need not be consecutive: the joined word says which.
+    """
 
     def __init__(self, pe: OneSided, first_magic: int) -> None:
         self.pe = pe
-        self.next_magic = [first_magic] * pe.world.num_ranks
+        self.joined_magic = [first_magic - 1] * pe.world.num_ranks
         self.released = first_magic - 1
 
     def watched(self) -> list[Awaited]:
-        depth = self.pe.layout.dims.depth
-        behind = min(self.next_magic)
+        behind = min(self.joined_magic)
         return [
-            Awaited(
-                Flag("barrier_joined", (slot_of(magic, depth), rank)), magic, f"rank {rank}", optional=magic > behind
-            )
-            for rank, magic in enumerate(self.next_magic)
+            Awaited(Flag("barrier_joined", (rank,)), magic + 1, f"rank {rank}", optional=magic > behind)
+            for rank, magic in enumerate(self.joined_magic)
         ]
 
     def joined(self, rank: int) -> None:
-        self.next_magic[rank] += 1
-        while min(self.next_magic) - 1 > self.released:
-            self.released += 1
-            flag = Flag("barrier_released", (slot_of(self.released, self.pe.layout.dims.depth),))
+        self.joined_magic[rank] = magic_of(self.pe.word(Flag("barrier_joined", (rank,))))
+        if min(self.joined_magic) > self.released:
+            self.released = min(self.joined_magic)
             for peer in range(self.pe.world.num_ranks):
-                self.pe.signal(peer, flag, signal_word(self.released, True), magic=self.released)
+                word = signal_word(self.released, True)
+                self.pe.signal(peer, Flag("barrier_released", (0,)), word, magic=self.released)
 
     @property
     def in_step(self) -> bool:
-        return len(set(self.next_magic)) == 1
+        return len(set(self.joined_magic)) == 1

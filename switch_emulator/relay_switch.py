@@ -76,7 +76,7 @@ class RelaySwitch:
             self.combine_phases.request(index[1], arrived.magic)
             self.next_combine[index[1]] += 1
         elif region == "barrier_joined":
-            self.barrier.joined(index[1])
+            self.barrier.joined(index[0])
         else:
             self.stops_seen.add(arrived.sender)
 

@@ -7,7 +7,7 @@ order of arrival. The switch side is `switch_emulator/phases.py`.
 from __future__ import annotations
 
 from inc_runtime.one_sided import Awaited, Flag, OneSided
-from inc_runtime.protocol import Tag, signal_word, slot_of
+from inc_runtime.protocol import Tag, signal_word
 
 
 def request_grant(pe: OneSided, magic: int, plane: int) -> int:
@@ -21,10 +21,11 @@ def request_grant(pe: OneSided, magic: int, plane: int) -> int:
 
 
 def join_barrier(pe: OneSided, magic: int) -> None:
-    """The INC barrier: return once every rank holds all its rows of the microbatch, so that each expert runs one product."""
-    dims = pe.layout.dims
-    slot = slot_of(magic, dims.depth)
-    switch = dims.world.dispatch_switch(0)
-    pe.signal(switch, Flag("barrier_joined", (slot, pe.pe)), signal_word(magic, True), magic=magic)
-    released = Awaited(Flag("barrier_released", (slot,)), magic, dims.world.name_of(switch))
-    pe.wait_until(released, Tag.DISPATCH_BARRIER)
+    """The INC barrier: return once every rank holds all its rows of the microbatch, so that each expert runs one product.
+
+    One word per rank needs no ring: a rank joins again only after its last barrier was released.
+    """
+    world = pe.layout.dims.world
+    switch = world.dispatch_switch(0)
+    pe.signal(switch, Flag("barrier_joined", (pe.pe,)), signal_word(magic, True), magic=magic)
+    pe.wait_until(Awaited(Flag("barrier_released", (0,)), magic, world.name_of(switch)), Tag.DISPATCH_BARRIER)

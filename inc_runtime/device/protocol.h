@@ -297,7 +297,7 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::token_sums: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
         case RankRegion::token_sums_arrived: return {2, {d.depth, d.world.num_combine_switches}};
         case RankRegion::dispatch_grants: return {2, {d.world.num_dispatch_switches, d.ranks_per_phase}};
-        case RankRegion::barrier_released: return {1, {d.depth}};
+        case RankRegion::barrier_released: return {1, {1}};
         case RankRegion::expert_chunk_arrived: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), d.dispatch_chunks()}};
         case RankRegion::received_partial_sums: return {5, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
         case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_chunks()}};
@@ -372,7 +372,7 @@ INC_HOST_DEVICE constexpr Shape shape(DispatchSwitchRegion member, const Dims& d
         case DispatchSwitchRegion::tokens_arrived: return {2, {d.depth, d.num_ranks()}};
         case DispatchSwitchRegion::outbox_header: return {4, {d.depth, d.num_ranks(), d.num_ranks(), 8}};
         case DispatchSwitchRegion::dispatch_requests: return {1, {d.num_ranks()}};
-        case DispatchSwitchRegion::barrier_joined: return {2, {d.depth, d.num_ranks()}};
+        case DispatchSwitchRegion::barrier_joined: return {1, {d.num_ranks()}};
         default: return {0, {}};
     }
 }

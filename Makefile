@@ -1,0 +1,54 @@
+# Sets up its own environment in .venv and runs there. Needs python3 (3.10 or later) and make; no GPU, no root, no account.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install $(if $(CI),--quiet)
+
+# PyPI's torch for Linux is a CUDA build of several GB. A version that ends in "+cpu" cannot come from PyPI: pip finds it in an index
+# or folder of wheels that it is configured for, or else in PyTorch's own index of CPU builds.
+TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test doctor clean
+
+help: ## List these targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-10s%s\n", $$1, $$2 }'
+
+install: $(VENV)/installed ## Create .venv and install the project in it (once; the targets below do it too)
+
+demo: $(VENV)/installed ## Run the MoE layer on all communication models; options go in ARGS="..."
+	$(BIN)/inc demo $(ARGS)
+
+doctor: $(VENV)/installed ## Say what this machine can run, and what to do about what is missing
+	$(BIN)/inc doctor $(ARGS)
+
+test: $(VENV)/installed ## Check style and types, and run the tests; options for pytest go in ARGS="..."
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+clean: ## Remove .venv and what builds and tools left
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo 'make: $(PYTHON) is missing or older than 3.10. Name another one: make PYTHON=/path/to/python3 ...' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo 'make: $(PYTHON) cannot create environments. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing $(TORCH), then the project: a minute or two, once.'
+	@$(INSTALL) --no-deps '$(TORCH)' 2>/dev/null || \
+	    $(INSTALL) --no-deps --timeout 20 --retries 2 --index-url $(TORCH_INDEX) '$(TORCH)' || \
+	    { echo 'make: no CPU build of torch to be had: neither in the indexes that pip is configured for, nor at $(TORCH_INDEX).' >&2; \
+	      echo '  Name a mirror that holds it: make TORCH_INDEX=URL ...; or a folder of wheels: PIP_FIND_LINKS=FOLDER make ...' >&2; \
+	      echo '  or accept the CUDA build of PyPI (several GB): make TORCH=$(subst +cpu,,$(TORCH)) ...' >&2; exit 1; }
+	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
