@@ -23,6 +23,7 @@ class Row:
     `rows_sent_per_rank` counts the token rows that a rank sends in the dispatch, `rows_received_per_rank` those that it
     receives in the combine. `row_bytes` (logical) and `wire_bytes` count both directions of both collectives.
     `steps` are the transfers on the critical path of one microbatch. `time_us`: median over the iterations of the slowest rank.
+    `rank_memory_bytes` and `switch_memory_bytes`: token rows that a rank, and the larger of the two switches, hold at the peak.
     """
 
     implementation: str
@@ -41,6 +42,8 @@ class Row:
     packets: int
     steps: int
     time_us: float
+    rank_memory_bytes: int
+    switch_memory_bytes: int
 
 
 def load_case(folder: Path, world: World) -> tuple[np.ndarray, float, list[Event]]:
@@ -74,6 +77,8 @@ def make_row(
     *,
     time_us: float,
     steps: int,
+    rank_memory_bytes: int,
+    switch_memory_bytes: int,
     source: str,
     placement: str,
 ) -> Row:
@@ -96,6 +101,8 @@ def make_row(
         counters.dispatch_packets + counters.combine_packets,
         steps,
         time_us,
+        rank_memory_bytes,
+        switch_memory_bytes,
     )
 
 
@@ -116,6 +123,8 @@ def table(rows: list[Row]) -> str:
         ("logical KB", ">", lambda r: f"{r.row_bytes / 1e3:,.0f}"),
         ("wire KB", ">", lambda r: f"{r.wire_bytes / 1e3:,.0f}"),
         ("packets", ">", lambda r: f"{r.packets}"),
+        ("rank KB", ">", lambda r: f"{r.rank_memory_bytes / 1e3:,.0f}"),
+        ("switch KB", ">", lambda r: f"{r.switch_memory_bytes / 1e3:,.0f}"),
         ("steps", ">", lambda r: f"{r.steps}"),
         ("time ms", ">", lambda r: f"{r.time_us / 1e3:,.1f}"),
     )
@@ -131,4 +140,5 @@ def table(rows: list[Row]) -> str:
 LEGEND = """\
 rows out: token rows that a rank sends in the dispatch; rows in: rows that it receives in the combine (maximum over ranks).
 logical and wire KB: both directions of a rank, rows alone and with records, headers and signals. packets: into and out of the
-switch, both collectives (ready signals, credits and grants apart). steps: transfers on the critical path of one microbatch."""
+switch, both collectives (ready signals, credits and grants apart). rank and switch KB: token rows held at the peak, by a rank
+and by the larger of the two switches. steps: transfers on the critical path of one microbatch."""

@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from inc_runtime.errors import ConfigurationError, ResultWrong
+from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.job import WORKLOAD_FILE, JobPlan
 from inc_runtime.op_trace import Event
+from inc_runtime.protocol import Role
 from inc_runtime.report import LEGEND, Row, load_case, make_row, table, write_rows
 from inc_runtime.show_trace import save_case, write_pictures
 from megakernel.implementations import Case, case_of_name
+from megakernel.memory import memory_bytes
 from megakernel.reference import bf16_bound
 from megakernel.simulated_case import simulate_case, simulate_steps
 from megakernel.stages import TEN_STAGES
@@ -73,6 +76,7 @@ def _row(
     source: str,
     placement: str,
 ) -> Row:
+    rank_memory = memory_bytes(case.implementation, case.model, plan.shape, plan.pipeline, max(plan.tokens_of_rank), plan.world)
     return make_row(
         case.implementation.value,
         case.model.value,
@@ -83,9 +87,19 @@ def _row(
         events,
         time_us=time_us,
         steps=steps,
+        rank_memory_bytes=rank_memory,
+        switch_memory_bytes=switch_memory_bytes(case, plan),
         source=source,
         placement=placement,
     )
+
+
+def switch_memory_bytes(case: Case, plan: JobPlan) -> int:
+    """Token rows that the larger of the two switches holds, private memory included; nothing where there is none of ours."""
+    if not case.needs_heap:
+        return 0
+    layout = HeapLayout(Dims.of(case.model, plan.world, plan.shape, plan.pipeline))
+    return max(layout.row_bytes(role) for role in (Role.DISPATCH_SWITCH, Role.COMBINE_SWITCH))
 
 
 def keep(plan: JobPlan, name: str, events: list[Event]) -> None:
