@@ -122,12 +122,11 @@ def main(arguments: list[str] | None = None) -> int:
 
             return show_trace(options.folder)
         return run_job(options, sys.argv[1:] if arguments is None else arguments)
-    except Aborted as error:
-        print(f"inc: {error}", file=sys.stderr)
-        return 3
     except IncError as error:
-        print(f"inc: error: {error}", file=sys.stderr)
-        return 2
+        line_break = "\n" if Environment.read().under_torchrun else ""  # a progress bar may stand on the line
+        kind = "" if isinstance(error, Aborted) else "error: "
+        print(f"{line_break}inc: {kind}{error}", file=sys.stderr)
+        return 3 if isinstance(error, Aborted) else 2
 
 
 def shape_of(options: argparse.Namespace) -> LayerShape:
@@ -162,7 +161,7 @@ def run_job(options: argparse.Namespace, arguments: list[str]) -> int:
         return conclude_simulated(plan, workload_of(options, plan), options.json, switch_program(plan), options.seed)
     if environment.under_torchrun:
         return be_a_pe(options, plan)
-    return launch(arguments, plan.world.num_pes)
+    return launch(arguments, plan.world)
 
 
 def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:

@@ -78,8 +78,7 @@ class ArrivalTimeout(IncError):
 
     def __init__(self, record: WaitRecord, remedy: str = "") -> None:
         self.record = record
-        cause = f" {record.cause}" if record.cause else ""
-        super().__init__(f"{record.sentence()}{cause} {remedy}".strip())
+        super().__init__(f"{record.cause} {record.sentence()} {remedy}".strip())
 
 
 class PeerDied(ArrivalTimeout):

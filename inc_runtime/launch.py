@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from inc_runtime.environment import Environment
+from inc_runtime.protocol import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -18,7 +19,7 @@ MONITOR_S = 0.5
 """How long torchrun's agent lets the survivors of a dead process speak before it ends them."""
 
 
-def launch(arguments: list[str], num_processes: int) -> int:
+def launch(arguments: list[str], world: World) -> int:
     """Run `python -m inc_runtime ARGUMENTS` as one torchrun job on this machine. Returns 0, or 1 after naming who failed."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -29,7 +30,7 @@ def launch(arguments: list[str], num_processes: int) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_processes,
+        nproc_per_node=world.num_pes,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         run_id=f"inc-{os.getpid()}",
@@ -41,7 +42,7 @@ def launch(arguments: list[str], num_processes: int) -> int:
     except ChildFailedError as error:
         first = min(error.failures.values(), key=lambda failure: failure.timestamp)
         how = f"was killed by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exited {first.exitcode}"
-        print(f"inc: the job ended early: PE {first.local_rank} (process {first.pid}) {how} first.", file=sys.stderr)
+        print(f"\ninc: the job ended early: {world.name_of(first.local_rank)} (process {first.pid}) {how} first.", file=sys.stderr)
         return 1
     return 0
 

@@ -17,11 +17,12 @@ from inc_runtime.config import CommunicationModel, Implementation, LayerShape, P
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.op_trace import OpTrace
 from inc_runtime.routing import check_expert_ids, check_router_logits
-from megakernel.baseline import LibraryGroup, run_baseline
+from megakernel.baseline import run_baseline
 from megakernel.checkpoint import ExpertWeights
 from megakernel.experts import HostExperts, bf16_to_numpy
 from megakernel.fused_layer import LayerInput, run_fused
 from megakernel.implementations import MODELS_OF, check_model
+from megakernel.library_group import LibraryGroup
 
 
 class MoELayer:
