@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inc_runtime import doctor
+from inc_runtime.backends.host import check_processes, check_world
 from inc_runtime.config import (
     OLMOE_1B_7B,
     CommunicationModel,
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_job_arguments(run, tokens="32", iterations=5)
     make = commands.add_parser("make-checkpoint", help="write an OLMoE checkpoint with seeded random weights")
     make.add_argument("folder", type=Path, help="a folder that does not exist yet")
-    make.add_argument("--layers", type=int, default=2)
+    make.add_argument("--layers", type=_count, default=2)
     make.add_argument("--seed", type=int, default=0)
     _add_shape_arguments(make, OLMOE_1B_7B)
     trace = commands.add_parser("trace", help="counters, picture and Perfetto file of a finished run")
@@ -71,12 +72,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _delay(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1,000,000 us")
+    return value
+
+
 def _add_shape_arguments(parser: argparse.ArgumentParser, shape: LayerShape) -> None:
     group = parser.add_argument_group("shape of the layer")
-    group.add_argument("--experts", type=int, default=shape.num_experts, help=f"E (default {shape.num_experts})")
-    group.add_argument("--top-k", type=int, default=shape.top_k, help=f"k (default {shape.top_k})")
-    group.add_argument("--hidden", type=int, default=shape.hidden_size, help=f"H (default {shape.hidden_size})")
-    group.add_argument("--intermediate", type=int, default=shape.intermediate_size, help=f"I (default {shape.intermediate_size})")
+    group.add_argument("--experts", type=_count, default=shape.num_experts, help=f"E (default {shape.num_experts})")
+    group.add_argument("--top-k", type=_count, default=shape.top_k, help=f"k (default {shape.top_k})")
+    group.add_argument("--hidden", type=_count, default=shape.hidden_size, help=f"H (default {shape.hidden_size})")
+    group.add_argument("--intermediate", type=_count, default=shape.intermediate_size, help="I")
     group.add_argument("--renormalize", action="store_true", help="scale the chosen weights of a token to sum to 1")
     group.add_argument("--router", choices=[r.value for r in Router], default=Router.SOFTMAX.value)
 
@@ -94,17 +109,17 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, tokens: str, iteratio
     group = parser.add_argument_group("job")
     group.add_argument("--checkpoint", type=Path, help="a Hugging Face OLMoE folder (safetensors, sharded or not)")
     group.add_argument("--layer", type=int, default=1, help="which MoE layer of the checkpoint (default 1)")
-    group.add_argument("--ranks", type=int, default=4, help="W, compute ranks (default 4)")
-    group.add_argument("--dispatch-switches", type=int, default=1, help="tokens are split between them (default 1)")
-    group.add_argument("--combine-switches", type=int, default=1, help="tokens are split between them (default 1)")
+    group.add_argument("--ranks", type=_count, default=4, help="W, compute ranks (default 4)")
+    group.add_argument("--dispatch-switches", type=_count, default=1, help="tokens are split between them (default 1)")
+    group.add_argument("--combine-switches", type=_count, default=1, help="tokens are split between them (default 1)")
     group.add_argument("--tokens", default=tokens, help=f"of each rank, or one number per rank: 64,0,17,5 (default {tokens})")
-    group.add_argument("--microbatch", type=int, default=16, help="m_b, tokens of a rank in a microbatch (default 16)")
-    group.add_argument("--depth", type=int, default=3, help="D, slot sets of the ring (default 3)")
-    group.add_argument("--group", type=int, default=1, help="G, ranks per phase of the phased forms (default 1)")
+    group.add_argument("--microbatch", type=_count, default=16, help="m_b, tokens of a rank in a microbatch (default 16)")
+    group.add_argument("--depth", type=_count, default=3, help="D, slot sets of the ring (default 3)")
+    group.add_argument("--group", type=_count, default=1, help="G, ranks per phase of the phased forms (default 1)")
     group.add_argument("--no-barrier", action="store_true", help="no INC barrier after a phased dispatch")
     group.add_argument("--rank-order", action="store_true", help="switches add in rank order: sums do not depend on timing")
-    group.add_argument("--iterations", type=int, default=iterations, help=f"timed calls after a warm-up (default {iterations})")
-    group.add_argument("--delay-us", type=float, default=0.0, help="random delays before each verb, to provoke races")
+    group.add_argument("--iterations", type=_count, default=iterations, help=f"timed calls (default {iterations})")
+    group.add_argument("--delay-us", type=_delay, default=0.0, help="random delays before each verb, to provoke races")
     group.add_argument("--output", type=Path, help="folder of results (default out/COMMAND)")
     group.add_argument("--json", type=Path, metavar="FILE", help="write the rows of the table there")
 
@@ -123,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
             return show_trace(options.folder)
         return run_job(options, sys.argv[1:] if arguments is None else arguments)
     except IncError as error:
-        line_break = "\n" if Environment.read().under_torchrun else ""  # a progress bar may stand on the line
+        line_break = "\n" if "RANK" in os.environ else ""  # under torchrun a progress bar may stand on the line
         kind = "" if isinstance(error, Aborted) else "error: "
         print(f"{line_break}inc: {kind}{error}", file=sys.stderr)
         return 3 if isinstance(error, Aborted) else 2
@@ -160,6 +175,7 @@ def run_job(options: argparse.Namespace, arguments: list[str]) -> int:
 
         return conclude_simulated(plan, workload_of(options, plan), options.json, switch_program(plan), options.seed)
     if environment.under_torchrun:
+        check_processes(plan.world, environment)
         return be_a_pe(options, plan)
     return launch(arguments, plan.world)
 
@@ -186,12 +202,15 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
         SumOrder.RANK if options.rank_order else SumOrder.ARRIVAL,
     )
     if options.checkpoint:
-        from megakernel.checkpoint import read_layer_shape
+        from megakernel.checkpoint import CheckpointReader, read_layer_shape
 
         shape = read_layer_shape(options.checkpoint)
+        with CheckpointReader(options.checkpoint) as reader:
+            reader.require_layer(options.layer)
     else:
         shape = shape_of(options)
     world = World(options.ranks, options.dispatch_switches, options.combine_switches)
+    check_world(world)
     check(shape, pipeline, world.num_ranks)
     cases = ALL_CASES if options.implementation is None else (case_of(options.implementation, options.collective),)
     named = tuple((case.name, case.model, case.needs_heap) for case in cases)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from inc_runtime.backends.host import HostPe, check_world
+from inc_runtime.backends.host import HostPe
 from inc_runtime.backends.host_memory import job_key
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
 from inc_runtime.environment import Environment
@@ -58,7 +58,6 @@ def run_pe(
     `run_switch_case(pe)` serves on a switch until the ranks stop. `on_case(name)` is called as each case begins.
     """
     environment = Environment.read()
-    check_world(plan.world, environment)
     folder = plan.work_folder(environment)
     workload = folder / WORKLOAD_FILE
     rank = environment.rank

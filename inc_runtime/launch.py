@@ -42,7 +42,8 @@ def launch(arguments: list[str], world: World) -> int:
     except ChildFailedError as error:
         first = min(error.failures.values(), key=lambda failure: failure.timestamp)
         how = f"was killed by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exited {first.exitcode}"
-        print(f"\ninc: the job ended early: {world.name_of(first.local_rank)} (process {first.pid}) {how} first.", file=sys.stderr)
+        who = world.name_of(first.local_rank)
+        print(f"\ninc: the job ended early: {who} (process {first.pid}) {how} first.", file=sys.stderr)
         return 1
     return 0
 

@@ -84,7 +84,7 @@ class HostPe(BasePe):
         environment = Environment.read()
         world = World(num_ranks, num_dispatch_switches, num_combine_switches)
         check(shape, pipeline, num_ranks)
-        check_world(world, environment)
+        check_processes(world, environment)
         layout = HeapLayout(Dims.of(model, world, shape, pipeline))
         return cls(world, layout, environment, **options)
 
@@ -217,15 +217,22 @@ class HostPe(BasePe):
             self.abort(f"{self.name}: {kind.__name__}: {error}")
 
 
-def check_world(world: World, environment: Environment) -> None:
-    """Refuse a job whose processes do not fit the roles. Raises ConfigurationError."""
+def check_world(world: World) -> None:
+    """Refuse a world that the host backend cannot hold. Raises ConfigurationError."""
     if platform.machine() not in ("x86_64", "AMD64"):
         raise ConfigurationError(
             f"the processor is {platform.machine()}: the host backend needs x86-64, whose stores stay in order. "
             "Use the simulated backend here."
         )
-    if min(world.num_dispatch_switches, world.num_combine_switches) < 1:
-        raise ConfigurationError(f"{world}: there must be at least one switch of each role.")
+    if min(world.num_ranks, world.num_dispatch_switches, world.num_combine_switches) < 1:
+        raise ConfigurationError(f"{world}: there must be at least one rank and one switch of each role.")
+    if world.num_pes > MAX_PES:
+        raise ConfigurationError(f"{world} has {world.num_pes} PEs, of which the host backend takes {MAX_PES} at most.")
+
+
+def check_processes(world: World, environment: Environment) -> None:
+    """Refuse a job whose processes do not fit the roles. Raises ConfigurationError."""
+    check_world(world)
     if environment.world_size != world.num_pes:
         raise ConfigurationError(
             f"WORLD_SIZE = {environment.world_size}: {world.num_ranks} ranks, {world.num_dispatch_switches} dispatch and "
@@ -237,5 +244,3 @@ def check_world(world: World, environment: Environment) -> None:
             f"LOCAL_WORLD_SIZE = {environment.local_world_size} of {environment.world_size}: the host backend shares memory "
             "within one machine. Run all processes on one node."
         )
-    if world.num_pes > MAX_PES:
-        raise ConfigurationError(f"{world.num_pes} PEs: the host backend takes {MAX_PES} at most.")
