@@ -51,6 +51,8 @@ class MoELayer:
         if isinstance(backend, HostPe):
             self._pe: HostPe | None = backend
             self.model = backend.layout.dims.model
+            if backend.is_switch:
+                raise ConfigurationError(f"{backend.name} has no experts: a layer lives on a rank. Call run_switch here.")
             rank, num_ranks = backend.pe, backend.world.num_ranks
             _check_heap(backend, shape, pipeline)
             self.trace = backend.trace

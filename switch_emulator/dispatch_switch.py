@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from inc_runtime.collectives.microbatch import first_row
+from inc_runtime.collectives.microbatch import check_header, first_row
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
 from inc_runtime.protocol import Header, Tag, signal_word, slot_of
 from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
-from switch_emulator.serving import check_header, in_order_of_arrival
+from switch_emulator.serving import in_order_of_arrival
 
 
 def serve_microbatch(pe: OneSided, magic: int) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from inc_runtime.collectives.microbatch import first_row
+from inc_runtime.collectives.microbatch import check_header, first_row
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
 from inc_runtime.protocol import Header, Tag, signal_word, slot_of
 from switch_emulator.dispatch_switch import row_segments, rows_of_sender
 from switch_emulator.phases import DispatchGrants, InNetworkBarrier
-from switch_emulator.serving import Stopped, check_header, stop_words
+from switch_emulator.serving import Stopped, stop_words
 
 
 def serve(pe: OneSided, first_magic: int) -> None:

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from inc_runtime.errors import Mismatch
-from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import Awaited, Flag, OneSided
-from inc_runtime.protocol import Header, Tag
-
-COMPARED_FIELDS = (
-    Header.STEP,
-    Header.BOUND_TOKENS,
-    Header.MICROBATCH_TOKENS,
-    Header.NUM_EXPERTS,
-    Header.TOP_K,
-    Header.HIDDEN_SIZE,
-)
+from inc_runtime.protocol import Tag
 
 
 class Stopped(Exception):
@@ -48,17 +35,3 @@ def in_order_of_arrival(pe: OneSided, expected: Sequence[Awaited], tag: Tag, mag
         stops = [stop for stop in stops if stop.sender not in stopped]
         if not stops:
             raise Stopped
-
-
-def check_header(header: np.ndarray, first: np.ndarray, magic: int, dims: Dims, sender: str) -> None:
-    """Refuse a header that disagrees with the heap or with the first sender's. Raises Mismatch with both values."""
-    wanted = first.copy()
-    wanted[Header.STEP] = magic
-    wanted[Header.MICROBATCH_TOKENS] = dims.microbatch_tokens
-    wanted[Header.HIDDEN_SIZE] = dims.hidden_size
-    for field in COMPARED_FIELDS:
-        if header[field] != wanted[field]:
-            raise Mismatch(
-                f"{sender} brought {field.name.lower()} = {header[field]} to magic {magic}, "
-                f"expected {wanted[field]}. Give every rank the same bound, microbatch size, shape and call order."
-            )

@@ -17,6 +17,7 @@ from inc_runtime.collectives.microbatch import (
     Call,
     ReceivedRows,
     RoutedTokens,
+    check_header,
     first_row,
     num_tokens_of,
     plane_tokens,
@@ -103,8 +104,11 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
         for sender in range(dims.num_ranks):
             index = (slot, plane, sender)
             payload = wait_for_message(pe, "expert_chunk_arrived", index, magic, Tag.EXPERT_ROWS, None)
-            count = int(pe.memory["expert_rows_header"][(*index, Header.NUM_ROWS)]) if payload else 0
-            pe.memory["expert_rows_header"][(*index, Header.NUM_ROWS)] = count
+            header = pe.memory["expert_rows_header"][index]
+            if payload:
+                check_header(header, pe.memory["tokens_header"][slot, plane], magic, dims, f"rank {sender}")
+            count = int(header[Header.NUM_ROWS]) if payload else 0
+            header[Header.NUM_ROWS] = count
             runs.append((first_row(dims, plane, sender, 0), count))
     return received_rows(pe, magic, runs)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inc_runtime.config import LayerShape, Pipeline
+from inc_runtime.errors import Mismatch
 from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import Header, slot_of
@@ -66,6 +67,30 @@ def write_header(header: np.ndarray, call: Call, magic: int, num_rows: int) -> N
     header[Header.TOP_K] = call.shape.top_k
     header[Header.HIDDEN_SIZE] = call.shape.hidden_size
     header[Header.LAYER] = call.layer
+
+
+COMPARED_FIELDS = (
+    Header.STEP,
+    Header.BOUND_TOKENS,
+    Header.MICROBATCH_TOKENS,
+    Header.NUM_EXPERTS,
+    Header.TOP_K,
+    Header.HIDDEN_SIZE,
+)
+
+
+def check_header(header: np.ndarray, first: np.ndarray, magic: int, dims: Dims, sender: str) -> None:
+    """Refuse a header that disagrees with the heap or with `first`, another one of the same microbatch. Raises Mismatch."""
+    wanted = first.copy()
+    wanted[Header.STEP] = magic
+    wanted[Header.MICROBATCH_TOKENS] = dims.microbatch_tokens
+    wanted[Header.HIDDEN_SIZE] = dims.hidden_size
+    for field in COMPARED_FIELDS:
+        if header[field] != wanted[field]:
+            raise Mismatch(
+                f"{sender} brought {field.name.lower()} = {header[field]} to magic {magic}, "
+                f"expected {wanted[field]}. Give every rank the same bound, microbatch size, shape and call order."
+            )
 
 
 def write_routing(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> None:
