@@ -145,12 +145,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def shape_of(options: argparse.Namespace) -> LayerShape:
+    """The layer shape that the options describe."""
     return LayerShape(
         options.experts, options.top_k, options.hidden, options.intermediate, Router(options.router), options.renormalize
     )
 
 
 def make_checkpoint(folder: Path, shape: LayerShape, num_layers: int, seed: int = 0) -> int:
+    """Write a checkpoint folder; with as many attention heads as the hidden size allows."""
     from megakernel.make_checkpoint import write_checkpoint
 
     heads = 16 if shape.hidden_size % 32 == 0 else 1

@@ -52,12 +52,14 @@ class OpTrace:
 
 
 def save_events(path: Path, events: Iterable[Event]) -> None:
+    """Write events, one JSON object a line."""
     with open(path, "w", encoding="utf-8") as file:
         for event in events:
             file.write(json.dumps(asdict(event)) + "\n")
 
 
 def load_events(path: Path) -> list[Event]:
+    """Read what `save_events` wrote."""
     with open(path, encoding="utf-8") as file:
         return [Event(**json.loads(line)) for line in file]
 

@@ -74,10 +74,12 @@ def arrival_threshold(magic: int) -> int:
 
 
 def magic_of(word: int) -> int:
+    """The magic in a signal word."""
     return word >> 1
 
 
 def has_payload(word: int) -> bool:
+    """Whether rows came with the word."""
     return bool(word & 1)
 
 

@@ -107,6 +107,7 @@ def make_row(
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write the table as a JSON list of objects with the fields of `Row`."""
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
 

@@ -29,6 +29,8 @@ from inc_runtime.protocol import Role, Tag, World, signal_word
 LIVENESS_S = 0.05
 SPINS_BEFORE_SLEEP = 200
 LONGEST_SLEEP_S = 0.001
+SWITCH_LIMIT_SHARE = 0.8
+"""Ranks wait for a switch that waits for a rank: the switch gives up first, so that the report names the late rank."""
 _generations = itertools.count()
 
 
@@ -58,7 +60,7 @@ class HostPe(BasePe):
         ]
         traced = environment.trace if traced is None else traced
         super().__init__(environment.rank, world, layout, self._peer_memory[environment.rank], traced)
-        self._limit_s = environment.wait_limit_s
+        self._limit_s = environment.wait_limit_s * (SWITCH_LIMIT_SHARE if self.is_switch else 1.0)
         self._random = random.Random(seed * 1000 + self.pe)
         self._delay_us = delay_us
         self._barriers = 0

@@ -45,6 +45,7 @@ _MODULES = {
 
 
 def rank_programs(model: CommunicationModel) -> RankPrograms:
+    """The four rank-side functions of a communication model."""
     module = _MODULES[model]
     return RankPrograms(
         module.push_microbatch,

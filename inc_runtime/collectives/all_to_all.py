@@ -128,6 +128,7 @@ def rows_to_return(pe: OneSided, magic: int, owner: int, combine_plane: int) -> 
 
 
 def combine_range(dims: Dims, combine_plane: int) -> tuple[int, int]:
+    """The tokens of a microbatch that one combine switch serves: first, and one past the last."""
     return combine_plane * dims.combine_plane_tokens, (combine_plane + 1) * dims.combine_plane_tokens
 
 
