@@ -1,0 +1,93 @@
+// Waits that end. Every spin of the matrix stages goes through BoundedWait: when its clock runs out it writes one
+// error record (who waited, for what), and nothing traps; the host must look at the record before it uses results.
+// Two kinds:
+//   - for words of other blocks or PEs (`until`): after `limit_clocks` the thread goes on as if the word had come, and never
+//     waits for words again. The stages' own barriers stay in step, so the launch ends in order, with worthless results.
+//   - for barriers in shared memory (`on_barrier`): those complete once words do, so eight limits without one mean a broken
+//     pipeline: the thread arrives nowhere any more and takes no further tile, its partners follow, and the launch ends.
+//     (Leaving by `exit` instead makes ptxas serialise the matrix products of the whole kernel.)
+#pragma once
+
+#include <cuda/atomic>
+#include <cuda/ptx>
+
+#include <cstdint>
+
+namespace inc {
+
+namespace ptx = cuda::ptx;
+
+// What a thread waited for: bits 32..39 of the error record. 0 is "no error".
+enum class WaitTag : uint32_t {
+  STAGE_FILLED = 1,       // matrix warps: a K block of operands has landed in shared memory
+  STAGE_EMPTY = 2,        // load warp: all readers of a stage are done with it
+  STAGING_FREE = 3,       // matrix warps: the staging buffer of the results has been read
+  STAGING_FILLED = 4,     // store warp: a chunk of results lies in the staging buffer
+  INPUT_ROWS = 5,         // load warp: the rows of this tile have been dispatched to this rank
+  ACTIVATION_ROWS = 6,    // load warp: MatMul 1 has written the activation of this row tile
+  TILE = 7,               // all other roles: the block's next tile
+  TILE_FREE = 8,          // load warp: all roles have read the tile before last
+};
+
+struct BoundedWait {
+  int64_t limit_clocks;    // SM clocks; 0 after this thread's first expiry
+  int64_t barrier_limit_clocks;
+  bool broken = false;     // a barrier did not complete in time
+  uint64_t* error_record;  // bits 0..31 detail, 32..39 WaitTag, 40..63 block
+
+  __device__ __forceinline__ BoundedWait(int64_t limit, uint64_t* record)
+      : limit_clocks(limit), barrier_limit_clocks(8 * limit), error_record(record) {}
+
+  // Spins on `ready`, which reads words in global memory.
+  template <class Ready>
+  __device__ __forceinline__ void until(WaitTag tag, uint32_t detail, Ready ready) {
+    if (ready()) return;
+    const int64_t start = clock64();
+    while (!ready()) {
+      if (clock64() - start > limit_clocks) {
+        if (limit_clocks != 0) record(tag, detail);
+        limit_clocks = 0;
+        return;
+      }
+    }
+  }
+
+  // Waits until the phase of `barrier` whose parity is `parity` has completed.
+  __device__ __forceinline__ void on_barrier(uint64_t* barrier, uint32_t parity, WaitTag tag, uint32_t detail) {
+    if (ptx::mbarrier_try_wait_parity(barrier, parity)) return;
+    const int64_t start = clock64();
+    while (!broken && !ptx::mbarrier_try_wait_parity(barrier, parity)) {
+      if (clock64() - start > barrier_limit_clocks) {
+        record(tag, detail);
+        broken = true;
+      }
+    }
+  }
+
+  // Arrives on a barrier that others wait for with on_barrier.
+  __device__ __forceinline__ void arrive(uint64_t* barrier) const {
+    if (!broken) ptx::mbarrier_arrive(barrier);
+  }
+
+  // The first of the launch wins; the record may live in pinned host memory, hence system scope.
+  __device__ __forceinline__ void record(WaitTag tag, uint32_t detail) {
+    uint64_t expected = 0;
+    const uint64_t value = uint64_t(blockIdx.x) << 40 | uint64_t(tag) << 32 | detail;
+    cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*error_record)
+        .compare_exchange_strong(expected, value, cuda::memory_order_relaxed);
+  }
+};
+
+// One acquire load of a growing 64-bit word written by another SM of this GPU.
+__device__ __forceinline__ bool word_reached(const uint64_t* word, uint64_t at_least) {
+  cuda::atomic_ref<uint64_t, cuda::thread_scope_device> reference(*const_cast<uint64_t*>(word));
+  return reference.load(cuda::memory_order_acquire) >= at_least;
+}
+
+// The same for a word that another GPU or the host writes.
+__device__ __forceinline__ bool system_word_reached(const uint64_t* word, uint64_t at_least) {
+  cuda::atomic_ref<uint64_t, cuda::thread_scope_system> reference(*const_cast<uint64_t*>(word));
+  return reference.load(cuda::memory_order_acquire) >= at_least;
+}
+
+}  // namespace inc

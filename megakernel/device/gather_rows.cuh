@@ -1,0 +1,81 @@
+// Gather on load: fills the row part of a stage with rows of token_rows chosen by row_to_token, by two warps with
+// 16-byte asynchronous copies, in the swizzle that the matrix descriptors read. Replaces the bulk loads of
+// stage 4's rows (and the grouped copy before it) where rows are not grouped in memory.
+// Waits on: row_tile_arrival as stage 4; empty[stage]. Signals: two arrivals on filled[stage] per K block.
+// Cost: 16 copies per thread and K block; results/data/expert_matmul_*.csv compares it with grouped rows.
+#pragma once
+
+#include "../stages/stage4_matmul_gate_up.cuh"
+
+namespace inc {
+
+__device__ __forceinline__ void copy_16_bytes_async(uint32_t shared_address, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+struct RowGatherer {
+  static constexpr int WARPS = 2;
+  static constexpr int ARRIVALS = WARPS;  // per K block on filled[stage]
+  static constexpr int LAG = 2;  // K blocks issued before the first is declared filled; below NUM_STAGES
+
+  // Makes this warp's finished copies visible to the matrix unit (another proxy, hence the fence in the threads that
+  // wrote) and says so.
+  static __device__ __forceinline__ void declare_filled(SharedStorage& shared, uint32_t stage, const BoundedWait& wait) {
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) wait.arrive(&shared.filled[stage]);
+  }
+
+  // Follows the stages of a tile that needs no gathering. It must wait for each of them: a parity cannot tell a stage from
+  // the same stage two rounds later, so a gatherer that jumped ahead would overwrite operands in use.
+  static __device__ __forceinline__ void pass_tile(SharedStorage& shared, StagePosition& position, int num_k,
+                                                   BoundedWait& wait) {
+#pragma unroll 1
+    for (int k = 0; k < num_k; ++k, ++position.number)
+      wait.on_barrier(&shared.empty[position.slot()], position.parity() ^ 1, WaitTag::STAGE_EMPTY, k);
+  }
+
+  // All K blocks of one tile of stage 4. Thread t copies 16-byte piece t % 8 of rows t / 8, t / 8 + 8, ...; rows beyond the
+  // expert's repeat its last one (their results are never stored).
+  static __device__ __forceinline__ void fill_tile(const ExpertMatmulArguments& arguments, SharedStorage& shared,
+                                                   const Tile& tile, StagePosition& position, BoundedWait& wait) {
+    const int piece = threadIdx.x % 8;
+    const int first_row = threadIdx.x % 64 / 8;
+    const __nv_bfloat16* source[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int token = arguments.row_to_token[tile.first_row + min(first_row + 8 * i, tile.num_rows - 1)];
+      source[i] = arguments.token_rows + int64_t(token) * arguments.hidden + piece * 8;
+    }
+    wait.until(WaitTag::INPUT_ROWS, tile.row_tile, [&] { return MatmulGateUp::rows_ready(arguments, tile); });
+    const int num_k = MatmulGateUp::num_k_blocks(arguments);
+    const bool second_half = tile.num_rows > HALF_ROWS;
+    const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared.rows[0])) +
+                          swizzled_offset(first_row, piece);  // rows 8 apart have the same swizzle
+#pragma unroll 1
+    for (int k = 0; k < num_k; ++k, ++position.number) {
+      const uint32_t stage = position.slot();
+      wait.on_barrier(&shared.empty[stage], position.parity() ^ 1, WaitTag::STAGE_EMPTY, k);
+      const uint32_t target = base + stage * (2 * ROW_BOX_BYTES);
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        if (i < 8 || second_half) copy_16_bytes_async(target + i * 8 * BOX_ROW_BYTES, source[i] + k * K_BLOCK);
+      commit_copies();
+      if (k >= LAG) {
+        wait_for_copies<LAG>();
+        declare_filled(shared, (position.number - LAG) % NUM_STAGES, wait);
+      }
+    }
+    wait_for_copies<0>();
+    for (int k = max(num_k - LAG, 0); k < num_k; ++k)
+      declare_filled(shared, (position.number - (num_k - k)) % NUM_STAGES, wait);
+  }
+};
+
+}  // namespace inc
