@@ -27,12 +27,14 @@ def route(logits: np.ndarray, shape: LayerShape, bias: np.ndarray | None = None)
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
         scores = exponentials / exponentials.sum(axis=1, keepdims=True)
     else:
-        scores = 1.0 / (1.0 + np.exp(-logits))
+        with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, 0
+            scores = 1.0 / (1.0 + np.exp(-logits))
         selection = scores if bias is None else scores + bias.astype(np.float32)
     expert_ids = np.argsort(-selection, axis=1, kind="stable")[:, : shape.top_k].astype(np.int32)
     weights = np.take_along_axis(scores, expert_ids, axis=1)
     if shape.renormalize:
-        weights = weights / weights.sum(axis=1, keepdims=True)
+        smallest = np.finfo(np.float32).tiny  # sigmoids of logits below -103 are all 0: weigh nothing, not NaN
+        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), smallest)
     return expert_ids, weights.astype(np.float32)
 
 

@@ -1,7 +1,7 @@
 """The relay switch of the plain models: forwards each chunk as it lands, computes nothing, holds no microbatch.
 
 Waits on: `relay_arrived` of every sender's next cell; when phased also the requests and the barrier. Signals: the chunk's own
-flag on its destination, then, once a quiet has completed the forward, `relay_credits` on its sender. Reads: its cells,
+flag on its destination, then, once a quiet has completed several, `relay_credits` on their senders. Reads: its cells,
 `RELAY_CELLS` of 64 KiB per sender. Writes: `expert_rows` (dispatch) or `received_partial_sums` (combine) on the ranks.
 The dispatch switch PE relays the dispatch, the combine switch PE the combine. Rank side: `collectives/relayed.py`.
 """
@@ -99,8 +99,12 @@ class RelaySwitch:
             self.message_done(sender, destination, magic)
 
     def give_back_cells(self) -> None:
-        """Complete the chunks that were passed on, then give their cells back."""
-        if not self.to_give_back:
+        """Complete the chunks that were passed on, then give their cells back, once a sender has used most of its own.
+
+        A quiet after every chunk would make the relay forward one chunk of each sender per round trip: W + 1 steps to a
+        dispatch of W messages that should take two.
+        """
+        if max(Counter(self.to_give_back).values(), default=0) < max(1, RELAY_CELLS * 3 // 4):
             return
         self.pe.quiet()
         for sender in sorted(set(self.to_give_back)):

@@ -1,9 +1,9 @@
-"""How tests run a whole layer on the simulated backend: random experts, random routing, one call per list entry."""
+"""How tests run whole layers on the simulated backend: random experts, random routing, one call per list entry."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
@@ -14,11 +14,13 @@ from inc_runtime.backends.simulated import SimulatedPe, Simulation
 from inc_runtime.collectives.microbatch import Call
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline, check
 from inc_runtime.heap_layout import Dims, HeapLayout
-from inc_runtime.one_sided import Flag
-from inc_runtime.protocol import World, signal_word
+from inc_runtime.protocol import World
+from megakernel import fused_layer
 from megakernel.experts import HostExperts
-from megakernel.fused_layer import LayerInput, run_fused
-from switch_emulator.run_switch import run_switch
+from megakernel.fused_layer import LayerInput
+from switch_emulator import run_switch
+
+torch.set_num_threads(1)
 
 
 @dataclass
@@ -60,25 +62,57 @@ def simulate(
     jitter_us: float = 0.0,
     stage_cost=None,
     link: LinkModel | None = None,
+    layers: Sequence[Layer] | None = None,
+    pipelines: Sequence[Pipeline] | None = None,
+    rank_pipelines: Mapping[int, Pipeline] | None = None,
+    late_us: Mapping[int, float] | None = None,
+    wait_limit_us: float | None = None,
+    traced: bool = True,
 ) -> tuple[list[list[np.ndarray]], Simulation]:
-    """Run `calls[c][rank]` in order on one heap. Returns outputs[c][rank] [N, H] bfloat16 and the finished simulation."""
-    check(layer.shape, pipeline, world.num_ranks)
-    layout = HeapLayout(Dims.of(model, world, layer.shape, pipeline))
-    simulation = Simulation(world, layout, seed=seed, jitter_us=jitter_us, stage_cost=stage_cost, link=link)
+    """Run `calls[c][rank]` in order on one heap. Returns outputs[c][rank] [N, H] bfloat16 and the finished simulation.
+
+    `layers` and `pipelines` give one entry per call where calls differ; `rank_pipelines` lets one rank disagree with the
+    others. `late_us` delays the experts of a PE.
+    """
+    layers = layers or [layer] * len(calls)
+    pipelines = pipelines or [pipeline] * len(calls)
+    for one, carried in zip(layers, pipelines, strict=True):
+        check(one.shape, carried, world.num_ranks)
+    widest = replace(layer.shape, top_k=max(one.shape.top_k for one in layers))
+    layout = HeapLayout(Dims.of(model, world, widest, pipeline))
+    simulation = Simulation(
+        world,
+        layout,
+        seed=seed,
+        jitter_us=jitter_us,
+        stage_cost=stage_cost,
+        link=link,
+        wait_limit_us=wait_limit_us,
+        traced=traced,
+    )
     outputs = [[np.full(given.tokens.shape, np.nan, ml_dtypes.bfloat16) for given in call] for call in calls]
 
     def rank_program(pe: SimulatedPe) -> None:
-        experts = layer.experts_of(pe.pe, world.num_ranks)
         for number, call in enumerate(calls):
-            run_fused(pe, Call(layer.shape, pipeline), experts, call[pe.pe], outputs[number][pe.pe])
-        stop = signal_word(int(pe.memory["magic"][0]) + 1, True)
-        for switch in range(world.num_ranks, world.num_pes):
-            pe.signal(switch, Flag("stop", (pe.pe,)), stop, magic=0)
+            one, carried = layers[number], pipelines[number]
+            carried = (rank_pipelines or {}).get(pe.pe, carried)
+            experts = one.experts_of(pe.pe, world.num_ranks)
+            fused_layer.run_fused(pe, Call(one.shape, carried, number), experts, call[pe.pe], outputs[number][pe.pe])
 
-    for pe in range(world.num_pes):
-        if pe < world.num_ranks:
-            simulation.spawn(pe, rank_program)
-        else:
-            simulation.spawn(pe, lambda pe: run_switch(pe, pipeline.sum_order))
+    for pe, delay in (late_us or {}).items():
+        delay_experts(simulation.pes[pe], delay)
+    simulation.spawn_world(rank_program, lambda pe: run_switch.run_switch(pe, pipeline.sum_order))
     simulation.run()
     return outputs, simulation
+
+
+def delay_experts(pe: SimulatedPe, delay_us: float) -> None:
+    """Make the experts of one rank late by `delay_us` of virtual time in every microbatch."""
+    spend = pe._spend
+
+    def slow(stage: str, rows: int) -> None:
+        if stage == "group":
+            pe.simulation.sleep(delay_us)
+        spend(stage, rows)
+
+    pe._spend = slow  # type: ignore[method-assign]
