@@ -67,6 +67,21 @@ class Implementation(enum.Enum):
     MEGAKERNEL_INC_PHASED = "megakernel_inc_phased"
 
 
+class RowFormat(enum.Enum):
+    """How token rows and partial sums lie in the heap and on the wire. Accumulators are float32 in both.
+
+    In BFLOAT16 the experts round where the tensors of a bfloat16 kernel do; in FLOAT32 nothing is rounded.
+    """
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one element."""
+        return 2 if self is RowFormat.BFLOAT16 else 4
+
+
 class SumOrder(enum.Enum):
     """The order in which the partial sums of a token are added."""
 
@@ -109,6 +124,7 @@ class Pipeline:
     ranks_per_phase: int = 1
     barrier_after_dispatch: bool = True
     sum_order: SumOrder = SumOrder.ARRIVAL
+    row_format: RowFormat = RowFormat.BFLOAT16
 
     @property
     def num_microbatches(self) -> int:

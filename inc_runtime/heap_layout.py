@@ -24,6 +24,7 @@ from inc_runtime.errors import UnknownRegion
 from inc_runtime.protocol import CHUNK_FIELDS, HEADER_FIELDS, MAX_CHUNK_BYTES, RELAY_CELLS, Role, World
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+F32 = np.dtype("<f4")
 ALIGNMENT = 256
 ERROR_BYTES = 4096
 
@@ -48,6 +49,7 @@ class Dims:
     hidden_size: int
     top_k: int
     ranks_per_phase: int
+    row_element_bytes: int = BF16.itemsize
 
     @classmethod
     def of(cls, model: CommunicationModel, world: World, shape: LayerShape, pipeline: Pipeline) -> Dims:
@@ -60,11 +62,17 @@ class Dims:
             shape.hidden_size,
             shape.top_k,
             group,
+            pipeline.row_format.num_bytes,
         )
 
     @property
     def num_ranks(self) -> int:
         return self.world.num_ranks
+
+    @property
+    def row_dtype(self) -> np.dtype:
+        """Elements of token rows and partial sums: bfloat16 or float32."""
+        return BF16 if self.row_element_bytes == BF16.itemsize else F32
 
     @property
     def dispatch_plane_tokens(self) -> int:
@@ -81,7 +89,7 @@ class Dims:
 
     @property
     def rows_per_chunk(self) -> int:
-        return max(1, MAX_CHUNK_BYTES // (self.hidden_size * BF16.itemsize))
+        return max(1, MAX_CHUNK_BYTES // (self.hidden_size * self.row_element_bytes))
 
     @property
     def dispatch_chunks(self) -> int:
@@ -127,12 +135,12 @@ class Region:
         return prod(self.shape(dims)) * self.dtype(dims).itemsize
 
 
-def _bf16(_: Dims) -> np.dtype:
-    return BF16
+def _row(dims: Dims) -> np.dtype:
+    return dims.row_dtype
 
 
 def _f32(_: Dims) -> np.dtype:
-    return np.dtype("<f4")
+    return F32
 
 
 def _word(_: Dims) -> np.dtype:
@@ -191,21 +199,21 @@ COMMON = (
 )
 
 RANK = (
-    Region("tokens", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _bf16, "this rank", "its own put", when=_inc),
+    Region("tokens", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _row, "this rank", "its own put", when=_inc),
     Region("tokens_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, HEADER_FIELDS), _int64, "this rank", "its own put"),
     Region("tokens_routing", Kind.RECORDS, lambda d: (d.depth, d.microbatch_tokens), _routing, "this rank", "its own put"),
-    Region("packed_tokens", Kind.ROWS, lambda d: (d.depth, d.num_ranks, d.microbatch_tokens, d.hidden_size), _bf16, "pack", "its own puts", when=_relayed),
-    Region("expert_rows", Kind.ROWS, lambda d: (d.depth, d.expert_row_capacity, d.hidden_size), _bf16, "dispatch switch; then this rank, whose partial sums overwrite them", "this rank, combine switch"),
+    Region("packed_tokens", Kind.ROWS, lambda d: (d.depth, d.num_ranks, d.microbatch_tokens, d.hidden_size), _row, "pack", "its own puts", when=_relayed),
+    Region("expert_rows", Kind.ROWS, lambda d: (d.depth, d.expert_row_capacity, d.hidden_size), _row, "dispatch switch; then this rank, whose partial sums overwrite them", "this rank, combine switch"),
     Region("expert_rows_routing", Kind.RECORDS, lambda d: (d.depth, d.expert_row_capacity), _routing, "dispatch switch", "this rank"),
     Region("expert_rows_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch", "this rank"),
     _flags("expert_rows_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.senders_per_flag), "dispatch switch", "this rank", when=_inc),
-    Region("token_sums", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _bf16, "combine switch", "this rank", when=_inc),
+    Region("token_sums", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _row, "combine switch", "this rank", when=_inc),
     _flags("token_sums_arrived", lambda d: (d.depth, d.world.num_combine_switches), "combine switch", "this rank", when=_inc),
     _flags("dispatch_grants", lambda d: (d.world.num_dispatch_switches, d.ranks_per_phase), "dispatch switch", "this rank", when=_phased),
     _flags("barrier_released", lambda d: (1,), "dispatch switch 0", "this rank", when=_phased),
     # Relayed models: the counts travel with chunk 0 of every message; each chunk has a flag of its own.
     _flags("expert_chunk_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, d.dispatch_chunks), "relay", "this rank", when=_relayed),
-    Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _bf16, "relay", "global reduce", when=_relayed),
+    Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _row, "relay", "global reduce", when=_relayed),
     _flags("partial_chunk_arrived", lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_chunks), "relay", "this rank", when=_relayed),
     _flags("relay_credits", lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), "relay", "this rank", when=_relayed),
     Region("chunks_sent", Kind.CONTROL, lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), _word, "this rank", "this rank", when=_relayed),
@@ -217,14 +225,14 @@ RELAY = (
     Region("relay_chunk", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, CHUNK_FIELDS), _int64, "rank", "this relay", when=_relayed),
     Region("relay_header", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, HEADER_FIELDS), _int64, "rank", "this relay", when=_relayed),
     Region("relay_routing", Kind.RECORDS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk), _routing, "rank", "this relay", when=_relayed),
-    Region("relay_rows", Kind.ROWS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk, d.hidden_size), _bf16, "rank", "this relay", when=_relayed),
+    Region("relay_rows", Kind.ROWS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk, d.hidden_size), _row, "rank", "this relay", when=_relayed),
     _flags("relay_arrived", lambda d: (d.num_ranks, RELAY_CELLS), "rank", "this relay", when=_relayed),
     _flags("stop", lambda d: (d.num_ranks,), "rank", "this switch"),
 )
 
 DISPATCH_SWITCH = (
     *RELAY,
-    Region("inbox_tokens", Kind.ROWS, lambda d: (d.inbox_slots, d.dispatch_plane_tokens, d.hidden_size), _bf16, "rank", "this switch", when=_inc),
+    Region("inbox_tokens", Kind.ROWS, lambda d: (d.inbox_slots, d.dispatch_plane_tokens, d.hidden_size), _row, "rank", "this switch", when=_inc),
     Region("inbox_header", Kind.CONTROL, lambda d: (d.inbox_slots, HEADER_FIELDS), _int64, "rank", "this switch", when=_inc),
     Region("inbox_routing", Kind.RECORDS, lambda d: (d.inbox_slots, d.dispatch_plane_tokens), _routing, "rank", "this switch", when=_inc),
     _flags("tokens_arrived", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_inc),
@@ -240,8 +248,8 @@ COMBINE_SWITCH = (
     _flags("plan_arrived", lambda d: (d.depth, d.world.num_dispatch_switches), "dispatch switch", "this switch", when=_inc_collective),
     _flags("partial_sums_ready", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_inc_collective),
     _flags("combine_requests", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_phased),
-    Region("sums_out", Kind.ROWS, lambda d: (d.ranks_per_phase, d.combine_plane_tokens, d.hidden_size), _bf16, "this switch", "its own puts", when=_inc),
-    Region("landing", Kind.ROWS, lambda d: (d.ranks_per_phase * d.combine_plane_tokens, d.hidden_size), _bf16, "its own get", "this switch", when=_inc, private=True),
+    Region("sums_out", Kind.ROWS, lambda d: (d.ranks_per_phase, d.combine_plane_tokens, d.hidden_size), _row, "this switch", "its own puts", when=_inc),
+    Region("landing", Kind.ROWS, lambda d: (d.ranks_per_phase * d.combine_plane_tokens, d.hidden_size), _row, "its own get", "this switch", when=_inc, private=True),
     Region("accumulators", Kind.ROWS, lambda d: (d.ranks_per_phase, d.combine_plane_tokens, d.hidden_size), _f32, "this switch", "this switch", when=_inc, private=True),
 )
 
@@ -327,5 +335,5 @@ class HeapLayout:
 
     def rank_buffer_units(self) -> float:
         """Units of m_b rows in one slot set of a rank: W + 2 for the INC models."""
-        unit = self.dims.depth * self.dims.microbatch_tokens * self.dims.hidden_size * BF16.itemsize
+        unit = self.dims.depth * self.dims.microbatch_tokens * self.dims.hidden_size * self.dims.row_element_bytes
         return self.row_bytes(Role.COMPUTE_RANK) / unit

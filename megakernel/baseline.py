@@ -11,7 +11,6 @@ import torch
 
 from inc_runtime.collectives.microbatch import Call, ReceivedRows
 from inc_runtime.config import CommunicationModel
-from inc_runtime.heap_layout import BF16
 from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
 from megakernel import experts as stage
 from megakernel.experts import HostExperts
@@ -27,7 +26,7 @@ def run_baseline(
     given: LayerInput,
     output: np.ndarray,
 ) -> None:
-    """Run the ten stages over the whole batch and fill `output` [N, H] bfloat16."""
+    """Run the ten stages over the whole batch and fill `output` [N, H]."""
     num_tokens = len(given.tokens)
     with library.stage("route", num_tokens):
         routed = given.route(slice(None))
@@ -43,14 +42,14 @@ def run_baseline(
     counts = np.zeros((library.num_ranks, 1), np.int64)
     library.exchange("counts", [[np.array([len(rows)])] for rows in rows_for], [[counts[r]] for r in ranks])
     first = np.concatenate([[0], np.cumsum(counts)])
-    rows = np.empty((first[-1], output.shape[1]), BF16)
+    rows = np.empty((first[-1], output.shape[1]), output.dtype)
     routing = np.empty(first[-1], records.dtype)
     blocks = [slice(first[r], first[r + 1]) for r in ranks]
     to_send = [[packed[r], packed_records[r]] for r in ranks]
     library.exchange("dispatch", to_send, [[rows[block], routing[block]] for block in blocks])
     received = ReceivedRows(rows, routing, np.arange(len(rows)))
     run_experts(library, experts, received)
-    returned = [np.empty((len(own), output.shape[1]), BF16) for own in rows_for]
+    returned = [np.empty((len(own), output.shape[1]), output.dtype) for own in rows_for]
     library.exchange("combine", [[rows[block]] for block in blocks], [[part] for part in returned])
     with library.stage("global_reduce", num_tokens):
         sums = np.zeros(output.shape, np.float32)
@@ -78,7 +77,7 @@ def run_experts(library: LibraryGroup, experts: HostExperts, received: ReceivedR
     with library.stage("matmul_gate_up", num_rows):
         projections = [stage.matmul_gate_up(x, experts.gate_up[e]) for x, (e, _) in zip(rows, tiles, strict=True)]
     with library.stage("swiglu", num_rows):
-        activations = [stage.swiglu(p) for p in projections]
+        activations = [stage.swiglu(p, stage.format_of(received)) for p in projections]
     with library.stage("matmul_down", num_rows):
         outputs = [stage.matmul_down(a, experts.down[e]) for a, (e, _) in zip(activations, tiles, strict=True)]
     with library.stage("reduce", num_rows):

@@ -1,8 +1,8 @@
 """Stages 3 to 7 on the host: group, MatMul, SwiGLU, MatMul, reduce, in torch.
 
-Products run in float32 on bfloat16 inputs and round to bfloat16 where the kernel's tensors are bfloat16: after SwiGLU and
-after the down projection. Experts compute in tiles of `ROW_TILE` rows, padded with zeros, so that every product has the same
-shape and the result of a row does not depend on how many rows came with it.
+Products run in float32 on the rows as they come and round to the row format where the kernel's tensors have it: after SwiGLU
+and after the down projection. In `RowFormat.FLOAT32` nothing is rounded. Experts compute in tiles of `ROW_TILE` rows, padded
+with zeros, so that every product has the same shape and the result of a row does not depend on how many rows came with it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,21 @@ def bf16_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
+def rows_from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A torch view of numpy token rows, bfloat16 or float32, without a copy."""
+    return torch.from_numpy(array) if array.dtype == np.float32 else bf16_from_numpy(array)
+
+
+def rows_to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A numpy view of contiguous torch token rows, bfloat16 or float32, without a copy."""
+    return tensor.contiguous().numpy() if tensor.dtype == torch.float32 else bf16_to_numpy(tensor)
+
+
+def format_of(received: ReceivedRows) -> torch.dtype:
+    """The dtype to which the experts round: that of the rows they received."""
+    return torch.float32 if received.rows.dtype == np.float32 else torch.bfloat16
+
+
 def group(received: ReceivedRows, experts: HostExperts) -> GroupedRows:
     """Stage 3: list the (row, expert) pairs of this rank's experts, by expert, then by row, then by column of choice."""
     records = received.routing[received.valid]
@@ -68,15 +83,15 @@ def matmul_gate_up(tile: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return tile @ gate_up.T
 
 
-def swiglu(projections: torch.Tensor) -> torch.Tensor:
-    """Stage 5: silu(gate) * up, rounded to bfloat16: [rows, 2*I] float32 to [rows, I] bfloat16."""
+def swiglu(projections: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Stage 5: silu(gate) * up, rounded to `dtype`: [rows, 2*I] float32 to [rows, I]."""
     gate, up = projections.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).bfloat16()
+    return (torch.nn.functional.silu(gate) * up).to(dtype)
 
 
 def matmul_down(activations: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Stage 6: [ROW_TILE, I] bfloat16 by [H, I] float32 to [ROW_TILE, H] bfloat16."""
-    return (activations.float() @ down.T).bfloat16()
+    """Stage 6: [ROW_TILE, I] by [H, I] float32 to [ROW_TILE, H], rounded to the dtype of the activations."""
+    return (activations.float() @ down.T).to(activations.dtype)
 
 
 def expert_tiles(grouped: GroupedRows) -> list[tuple[int, slice]]:
@@ -91,7 +106,7 @@ def gather_tile(received: ReceivedRows, grouped: GroupedRows, positions: slice) 
     """Rows of one tile as float32, zeros below: [ROW_TILE, H]."""
     rows = received.rows[received.valid[grouped.row[positions]]]
     tile = torch.zeros(ROW_TILE, rows.shape[1])
-    tile[: len(rows)] = bf16_from_numpy(rows)
+    tile[: len(rows)] = rows_from_numpy(rows)
     return tile
 
 
@@ -104,4 +119,4 @@ def reduce(partial: torch.Tensor, grouped: GroupedRows, positions: slice, output
 
 def write_partial_sums(received: ReceivedRows, partial: torch.Tensor) -> None:
     """End of stage 7: the partial sums overwrite the received rows; rows without a local expert become zero."""
-    received.rows[received.valid] = bf16_to_numpy(partial.bfloat16())
+    received.rows[received.valid] = rows_to_numpy(partial.to(format_of(received)))

@@ -22,7 +22,7 @@ from megakernel.pipeline import StageGroup, schedule
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a call brings: `tokens` [N, H] bfloat16, and either router logits or chosen experts.
+    """What a call brings: `tokens` [N, H] in the row format, and either router logits or chosen experts.
 
     `logits` [N, E] float32, `bias` [E] float32; or `expert_ids` [N, k] int32 and `weights` [N, k] float32. Checked before.
     """
@@ -43,7 +43,7 @@ class LayerInput:
 
 
 def run_fused(pe: OneSided, call: Call, experts: HostExperts, given: LayerInput, output: np.ndarray) -> None:
-    """Run all microbatches of one call and fill `output` [N, H] bfloat16.
+    """Run all microbatches of one call and fill `output` [N, H].
 
     Advances the magic of this heap by the number of microbatches, also for a rank without tokens.
     """
@@ -71,13 +71,14 @@ def run_experts(pe: OneSided, magic: int, experts: HostExperts, received: Receiv
     """Stages 3 to 7 of one microbatch, tile by tile, so that no intermediate of the experts leaves local memory."""
     with pe.stage("group", magic, rows=len(received)):
         grouped = stage.group(received, experts)
+    dtype = stage.format_of(received)
     partial = torch.zeros(len(received), received.rows.shape[1])
     for expert, positions in stage.expert_tiles(grouped):
         rows = positions.stop - positions.start
         with pe.stage("matmul_gate_up", magic, rows=rows):
             projections = stage.matmul_gate_up(stage.gather_tile(received, grouped, positions), experts.gate_up[expert])
         with pe.stage("swiglu", magic, rows=rows):
-            activations = stage.swiglu(projections)
+            activations = stage.swiglu(projections, dtype)
         with pe.stage("matmul_down", magic, rows=rows):
             outputs = stage.matmul_down(activations, experts.down[expert])
         with pe.stage("reduce", magic, rows=rows):

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from inc_runtime.backends.host_memory import process_start
 from inc_runtime.errors import IncError
-from inc_runtime.heap_layout import BF16
 from inc_runtime.op_trace import Event, OpTrace
 
 
@@ -95,7 +94,7 @@ class LibraryGroup:
             dist.all_to_all_single(torch.from_numpy(received), sent, sizes, sent_sizes, group=self.group)
         end = time.perf_counter() * 1e6
         for peer, (part, message) in enumerate(zip(parts, messages, strict=True)):
-            rows = part[0] if part[0].dtype == BF16 else part[0][:0]
+            rows = part[0] if part[0].ndim == 2 else part[0][:0]
             size = len(message)
             self.trace.add(
                 Event(self.rank, "library", name, 1, start, end, peer, len(rows), rows.nbytes, size, len(rows) > 0)

@@ -13,16 +13,18 @@ import torch
 
 from inc_runtime.backends.host import HostPe
 from inc_runtime.collectives.microbatch import Call
-from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, check
+from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, RowFormat, check
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.op_trace import OpTrace
 from inc_runtime.routing import check_expert_ids, check_router_logits
 from megakernel.baseline import run_baseline
 from megakernel.checkpoint import ExpertWeights
-from megakernel.experts import HostExperts, bf16_to_numpy
+from megakernel.experts import HostExperts, rows_to_numpy
 from megakernel.fused_layer import LayerInput, run_fused
 from megakernel.implementations import MODELS_OF, check_model
 from megakernel.library_group import LibraryGroup
+
+TORCH_DTYPES = {RowFormat.BFLOAT16: torch.bfloat16, RowFormat.FLOAT32: torch.float32}
 
 
 class MoELayer:
@@ -47,6 +49,7 @@ class MoELayer:
         model: CommunicationModel | None = None,
     ) -> None:
         self.call = Call(shape, pipeline, layer)
+        self.dtype = TORCH_DTYPES[pipeline.row_format]
         self.implementation = implementation
         if isinstance(backend, HostPe):
             self._pe: HostPe | None = backend
@@ -85,9 +88,9 @@ class MoELayer:
     ) -> torch.Tensor:
         """Run the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
 
-        `hidden_states` [N, H] bfloat16 on the CPU, N between 0 and the pipeline's bound; `router_logits` [N, E], any float
-        dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1 where a choice does not count, with `weights` [N, k]
-        float. Returns [N, H] bfloat16 in the caller's memory: `out` if given, never a view of a slot.
+        `hidden_states` [N, H] on the CPU in the pipeline's row format, bfloat16 or float32, N between 0 and the pipeline's
+        bound; `router_logits` [N, E], any float dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1 where a choice does
+        not count, with `weights` [N, k] float. Returns [N, H] in the caller's memory: `out` if given, never a view of a slot.
 
         Raises: ConfigurationError before anything is sent; ArrivalTimeout, PeerDied or Aborted while running.
         """
@@ -95,11 +98,11 @@ class MoELayer:
         self._check_hidden_states(hidden_states)
         if out is None:
             out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        elif out.shape != hidden_states.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        elif out.shape != hidden_states.shape or out.dtype != self.dtype or not out.is_contiguous():
             raise ConfigurationError(
-                f"out is {tuple(out.shape)} {out.dtype}, expected contiguous {tuple(hidden_states.shape)} torch.bfloat16."
+                f"out is {tuple(out.shape)} {out.dtype}, expected contiguous {tuple(hidden_states.shape)} {self.dtype}."
             )
-        tokens = bf16_to_numpy(hidden_states.detach())
+        tokens = rows_to_numpy(hidden_states.detach())
         if router_logits is not None:
             if expert_ids is not None or weights is not None:
                 raise ConfigurationError("give either router_logits, or expert_ids with weights, not both.")
@@ -114,7 +117,7 @@ class MoELayer:
             check_expert_ids(ids, chosen, len(tokens), shape)
             chosen = np.where(ids < 0, np.float32(0), chosen)
             given = LayerInput(shape, tokens, expert_ids=ids.astype(np.int32), weights=chosen)
-        target = bf16_to_numpy(out)
+        target = rows_to_numpy(out)
         if self._pe is not None:
             run_fused(self._pe, self.call, self._experts, given, target)
         else:
@@ -127,8 +130,11 @@ class MoELayer:
             raise ConfigurationError(
                 f"hidden_states is on {hidden_states.device}, expected the CPU: this is the host backend. Move it first."
             )
-        if hidden_states.dtype != torch.bfloat16:
-            raise ConfigurationError(f"hidden_states is {hidden_states.dtype}, expected torch.bfloat16. Convert it first.")
+        if hidden_states.dtype != self.dtype:
+            raise ConfigurationError(
+                f"hidden_states is {hidden_states.dtype}, expected {self.dtype}. Convert it first, or choose the pipeline's "
+                "row_format."
+            )
         if hidden_states.ndim != 2 or hidden_states.shape[1] != shape.hidden_size:
             raise ConfigurationError(
                 f"hidden_states has shape {tuple(hidden_states.shape)}, expected [num_tokens, {shape.hidden_size}]."
@@ -152,6 +158,7 @@ def _check_heap(pe: HostPe, shape: LayerShape, pipeline: Pipeline) -> None:
         "hidden_size": (shape.hidden_size, dims.hidden_size),
         "microbatch_tokens": (pipeline.microbatch_tokens, dims.microbatch_tokens),
         "depth": (pipeline.depth, dims.depth),
+        "bytes of a row's element": (pipeline.row_format.num_bytes, dims.row_element_bytes),
     }
     for name, (layer_value, heap_value) in wanted.items():
         if layer_value != heap_value:

@@ -2,7 +2,7 @@
 
 Waits on: `plan_arrived` of every dispatch switch, then `partial_sums_ready` of every rank, in order of arrival (in rank
 order when sums must not depend on timing). Signals: `token_sums_arrived` on every rank. Reads: `expert_rows` of the expert
-ranks, by get. Writes: `token_sums` on the token ranks. Sums in float32, returns bfloat16.
+ranks, by get. Writes: `token_sums` on the token ranks. Sums in float32, returns rows.
 Rank side: `inc_runtime/collectives/inc_all_to_all.py`.
 """
 

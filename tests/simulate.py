@@ -69,7 +69,7 @@ def simulate(
     wait_limit_us: float | None = None,
     traced: bool = True,
 ) -> tuple[list[list[np.ndarray]], Simulation]:
-    """Run `calls[c][rank]` in order on one heap. Returns outputs[c][rank] [N, H] bfloat16 and the finished simulation.
+    """Run `calls[c][rank]` in order on one heap. Returns outputs[c][rank] [N, H] and the finished simulation.
 
     `layers` and `pipelines` give one entry per call where calls differ; `rank_pipelines` lets one rank disagree with the
     others. `late_us` delays the experts of a PE.
@@ -90,7 +90,7 @@ def simulate(
         wait_limit_us=wait_limit_us,
         traced=traced,
     )
-    outputs = [[np.full(given.tokens.shape, np.nan, ml_dtypes.bfloat16) for given in call] for call in calls]
+    outputs = [[np.full(given.tokens.shape, np.nan, given.tokens.dtype) for given in call] for call in calls]
 
     def rank_program(pe: SimulatedPe) -> None:
         for number, call in enumerate(calls):

@@ -134,11 +134,12 @@ class SharedSlabs:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(path, os.O_RDWR)
                 try:
-                    if os.fstat(fd).st_size == self.num_bytes:
+                    size = os.fstat(fd).st_size  # once: the peer may be allocating it right now
+                    if size == self.num_bytes:
                         mapped = self._map(fd)
                         if mapped.control[Control.READY] == MAGIC_NUMBER:
                             return self._checked(mapped, peer, layout_digest)
-                    elif os.fstat(fd).st_size > PAGE:
+                    elif size > PAGE:
                         self._refuse_layout(peer)
                 finally:
                     os.close(fd)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ml_dtypes
 import numpy as np
 
 from inc_runtime.collectives.microbatch import (
@@ -155,7 +154,7 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
 
 
 def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -> np.ndarray:
-    """Wait for the partial sums of all ranks and add them in rank order: [num_tokens, H] bfloat16, a new array."""
+    """Wait for the partial sums of all ranks and add them in rank order: [num_tokens, H], a new array."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
     rows_for = rows_of_own_tokens(pe, call, magic)
@@ -173,4 +172,4 @@ def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -
                 own = rows[(rows >= low) & (rows < high)]
                 partial = pe.memory["received_partial_sums"][slot, plane, expert_rank, : len(own)]
                 sums[own] += partial.astype(np.float32)
-    return sums.astype(ml_dtypes.bfloat16)
+    return sums.astype(dims.row_dtype)

@@ -87,7 +87,7 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
 
 
 def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -> np.ndarray:
-    """Wait for the sums of this rank's tokens from every combine switch: [num_tokens, H] bfloat16, a view of the slot.
+    """Wait for the sums of this rank's tokens from every combine switch: [num_tokens, H], a view of the slot.
 
     Every plane is awaited, also one that had no token: its word closes the slot.
     """

@@ -25,7 +25,7 @@ class Call:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens of one microbatch of one rank: `tokens` [n, H] bfloat16, `expert_ids` [n, k] int32, `weights` [n, k] float32."""
+    """Tokens of one microbatch of one rank: `tokens` [n, H] as rows, `expert_ids` [n, k] int32, `weights` [n, k] float32."""
 
     tokens: np.ndarray
     expert_ids: np.ndarray
@@ -39,7 +39,7 @@ class RoutedTokens:
 class ReceivedRows:
     """Rows of one microbatch on its expert rank.
 
-    `rows` [capacity, H] bfloat16 and `routing` [capacity] are the slot itself; `valid` [n] int64 says which of its rows
+    `rows` [capacity, H] and `routing` [capacity] are the slot itself; `valid` [n] int64 says which of its rows
     hold tokens. The partial sums overwrite those rows in place.
     """
 

@@ -13,6 +13,7 @@ import argparse
 import enum
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,21 @@ import numpy as np
 from inc_runtime import protocol
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
 from inc_runtime.device.symbolic import Expression, SymbolicDims, SymbolicWorld, formula, plain
-from inc_runtime.heap_layout import ALIGNMENT, BF16, ERROR_BYTES, REGIONS, Dims, Kind, Region
+from inc_runtime.heap_layout import ALIGNMENT, ERROR_BYTES, F32, REGIONS, Dims, Kind, Region
 from inc_runtime.protocol import Chunk, Header, Role, Tag, World
 
 MAX_COLUMNS = 130
 PATH = Path(__file__).with_name("protocol.h")
 
 ELEMENTS: dict[np.dtype, str] = {
-    BF16: "BFLOAT16",
-    np.dtype("<f4"): "FLOAT32",
+    F32: "FLOAT32",
     np.dtype("<u8"): "UINT64",
     np.dtype("<i8"): "INT64",
     np.dtype("<i4"): "INT32",
     np.dtype("<u1"): "UINT8",
 }
-ROUTING = "ROUTING_RECORD"
+ROW, ROUTING = "ROW", "ROUTING_RECORD"
+"""Elements whose size depends on `Dims`: a token row is bfloat16 or float32, a record grows with top_k."""
 
 REGION_ENUMS = {
     Role.COMPUTE_RANK: "RankRegion",
@@ -238,7 +239,10 @@ def _world() -> str:
 
 def _dims() -> str:
     types = {"model": "CommunicationModel", "world": "World"}
-    fields = [f"    {types.get(name, 'int64_t')} {name};" for name in Dims.__dataclass_fields__]
+    fields = []
+    for name, field in Dims.__dataclass_fields__.items():
+        default = "" if field.default is MISSING else f" = {field.default}"
+        fields.append(f"    {types.get(name, 'int64_t')} {name}{default};")
     head = "// The sizes that every shape is made of. `ranks_per_phase` is num_ranks where the model is not phased."
     return "\n".join([head, "struct Dims {", *fields, "", "".join(_methods(Dims, SymbolicDims(""), {})) + "};\n"])
 
@@ -284,14 +288,16 @@ def _record_fields() -> str:
 
 
 def _element_name(region: Region) -> str:
-    dtype = region.dtype(_some_dims(3))
+    dtype, wide = region.dtype(_some_dims(3)), region.dtype(replace(_some_dims(3), row_element_bytes=4))
+    if dtype != wide:
+        return ROW
     return ROUTING if dtype.names else ELEMENTS[dtype]
 
 
 def _elements() -> str:
-    names = [*ELEMENTS.values(), ROUTING]
+    names = [*ELEMENTS.values(), ROW, ROUTING]
     sizes = [(name, str(dtype.itemsize)) for dtype, name in ELEMENTS.items()]
-    sizes.append((ROUTING, "RoutingRecord::num_bytes(d.top_k)"))
+    sizes += [(ROW, "d.row_element_bytes"), (ROUTING, "RoutingRecord::num_bytes(d.top_k)")]
     return "\n".join(
         [
             _enum("Kind", _numbered(kind.name for kind in Kind)),

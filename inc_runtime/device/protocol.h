@@ -139,6 +139,7 @@ struct Dims {
     int64_t hidden_size;
     int64_t top_k;
     int64_t ranks_per_phase;
+    int64_t row_element_bytes = 2;
 
     INC_HOST_DEVICE constexpr int64_t num_ranks() const { return world.num_ranks; }
     INC_HOST_DEVICE constexpr int64_t dispatch_plane_tokens() const {
@@ -150,7 +151,7 @@ struct Dims {
     INC_HOST_DEVICE constexpr int64_t expert_row_capacity() const {
         return (world.num_dispatch_switches * num_ranks()) * dispatch_plane_tokens();
     }
-    INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const { return larger(65536 / (hidden_size * 2), 1); }
+    INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const { return larger(65536 / (hidden_size * row_element_bytes), 1); }
     INC_HOST_DEVICE constexpr int64_t dispatch_chunks() const {
         return larger(ceil_div(dispatch_plane_tokens(), rows_per_chunk()), 1);
     }
@@ -178,23 +179,23 @@ enum class Kind : int {
 };
 
 enum class Element : int {
-    BFLOAT16 = 0,
-    FLOAT32 = 1,
-    UINT64 = 2,
-    INT64 = 3,
-    INT32 = 4,
-    UINT8 = 5,
+    FLOAT32 = 0,
+    UINT64 = 1,
+    INT64 = 2,
+    INT32 = 3,
+    UINT8 = 4,
+    ROW = 5,
     ROUTING_RECORD = 6,
 };
 
 INC_HOST_DEVICE constexpr int64_t element_bytes(Element member, const Dims& d) {
     switch (member) {
-        case Element::BFLOAT16: return 2;
         case Element::FLOAT32: return 4;
         case Element::UINT64: return 8;
         case Element::INT64: return 8;
         case Element::INT32: return 4;
         case Element::UINT8: return 1;
+        case Element::ROW: return d.row_element_bytes;
         case Element::ROUTING_RECORD: return RoutingRecord::num_bytes(d.top_k);
         default: return 0;
     }
@@ -257,20 +258,20 @@ INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
         case RankRegion::pe_barrier: return {"pe_barrier", Kind::FLAGS, Element::UINT64, 0x7fu, false};
         case RankRegion::magic: return {"magic", Kind::CONTROL, Element::UINT64, 0x7fu, false};
         case RankRegion::error_record: return {"error_record", Kind::CONTROL, Element::UINT8, 0x7fu, false};
-        case RankRegion::tokens: return {"tokens", Kind::ROWS, Element::BFLOAT16, 0x78u, false};
+        case RankRegion::tokens: return {"tokens", Kind::ROWS, Element::ROW, 0x78u, false};
         case RankRegion::tokens_header: return {"tokens_header", Kind::CONTROL, Element::INT64, 0x7fu, false};
         case RankRegion::tokens_routing: return {"tokens_routing", Kind::RECORDS, Element::ROUTING_RECORD, 0x7fu, false};
-        case RankRegion::packed_tokens: return {"packed_tokens", Kind::ROWS, Element::BFLOAT16, 0x07u, false};
-        case RankRegion::expert_rows: return {"expert_rows", Kind::ROWS, Element::BFLOAT16, 0x7fu, false};
+        case RankRegion::packed_tokens: return {"packed_tokens", Kind::ROWS, Element::ROW, 0x07u, false};
+        case RankRegion::expert_rows: return {"expert_rows", Kind::ROWS, Element::ROW, 0x7fu, false};
         case RankRegion::expert_rows_routing: return {"expert_rows_routing", Kind::RECORDS, Element::ROUTING_RECORD, 0x7fu, false};
         case RankRegion::expert_rows_header: return {"expert_rows_header", Kind::CONTROL, Element::INT64, 0x7fu, false};
         case RankRegion::expert_rows_arrived: return {"expert_rows_arrived", Kind::FLAGS, Element::UINT64, 0x78u, false};
-        case RankRegion::token_sums: return {"token_sums", Kind::ROWS, Element::BFLOAT16, 0x78u, false};
+        case RankRegion::token_sums: return {"token_sums", Kind::ROWS, Element::ROW, 0x78u, false};
         case RankRegion::token_sums_arrived: return {"token_sums_arrived", Kind::FLAGS, Element::UINT64, 0x78u, false};
         case RankRegion::dispatch_grants: return {"dispatch_grants", Kind::FLAGS, Element::UINT64, 0x54u, false};
         case RankRegion::barrier_released: return {"barrier_released", Kind::FLAGS, Element::UINT64, 0x54u, false};
         case RankRegion::expert_chunk_arrived: return {"expert_chunk_arrived", Kind::FLAGS, Element::UINT64, 0x07u, false};
-        case RankRegion::received_partial_sums: return {"received_partial_sums", Kind::ROWS, Element::BFLOAT16, 0x07u, false};
+        case RankRegion::received_partial_sums: return {"received_partial_sums", Kind::ROWS, Element::ROW, 0x07u, false};
         case RankRegion::partial_chunk_arrived: return {"partial_chunk_arrived", Kind::FLAGS, Element::UINT64, 0x07u, false};
         case RankRegion::relay_credits: return {"relay_credits", Kind::FLAGS, Element::UINT64, 0x07u, false};
         case RankRegion::chunks_sent: return {"chunks_sent", Kind::CONTROL, Element::UINT64, 0x07u, false};
@@ -340,10 +341,10 @@ INC_HOST_DEVICE constexpr Description describe(DispatchSwitchRegion member) {
         case DispatchSwitchRegion::relay_chunk: return {"relay_chunk", Kind::CONTROL, Element::INT64, 0x07u, false};
         case DispatchSwitchRegion::relay_header: return {"relay_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case DispatchSwitchRegion::relay_routing: return {"relay_routing", Kind::RECORDS, Element::ROUTING_RECORD, 0x07u, false};
-        case DispatchSwitchRegion::relay_rows: return {"relay_rows", Kind::ROWS, Element::BFLOAT16, 0x07u, false};
+        case DispatchSwitchRegion::relay_rows: return {"relay_rows", Kind::ROWS, Element::ROW, 0x07u, false};
         case DispatchSwitchRegion::relay_arrived: return {"relay_arrived", Kind::FLAGS, Element::UINT64, 0x07u, false};
         case DispatchSwitchRegion::stop: return {"stop", Kind::FLAGS, Element::UINT64, 0x7fu, false};
-        case DispatchSwitchRegion::inbox_tokens: return {"inbox_tokens", Kind::ROWS, Element::BFLOAT16, 0x78u, false};
+        case DispatchSwitchRegion::inbox_tokens: return {"inbox_tokens", Kind::ROWS, Element::ROW, 0x78u, false};
         case DispatchSwitchRegion::inbox_header: return {"inbox_header", Kind::CONTROL, Element::INT64, 0x78u, false};
         case DispatchSwitchRegion::inbox_routing: return {"inbox_routing", Kind::RECORDS, Element::ROUTING_RECORD, 0x78u, false};
         case DispatchSwitchRegion::tokens_arrived: return {"tokens_arrived", Kind::FLAGS, Element::UINT64, 0x78u, false};
@@ -409,7 +410,7 @@ INC_HOST_DEVICE constexpr Description describe(CombineSwitchRegion member) {
         case CombineSwitchRegion::relay_chunk: return {"relay_chunk", Kind::CONTROL, Element::INT64, 0x07u, false};
         case CombineSwitchRegion::relay_header: return {"relay_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case CombineSwitchRegion::relay_routing: return {"relay_routing", Kind::RECORDS, Element::ROUTING_RECORD, 0x07u, false};
-        case CombineSwitchRegion::relay_rows: return {"relay_rows", Kind::ROWS, Element::BFLOAT16, 0x07u, false};
+        case CombineSwitchRegion::relay_rows: return {"relay_rows", Kind::ROWS, Element::ROW, 0x07u, false};
         case CombineSwitchRegion::relay_arrived: return {"relay_arrived", Kind::FLAGS, Element::UINT64, 0x07u, false};
         case CombineSwitchRegion::stop: return {"stop", Kind::FLAGS, Element::UINT64, 0x7fu, false};
         case CombineSwitchRegion::plan_header: return {"plan_header", Kind::CONTROL, Element::INT64, 0x78u, false};
@@ -417,8 +418,8 @@ INC_HOST_DEVICE constexpr Description describe(CombineSwitchRegion member) {
         case CombineSwitchRegion::plan_arrived: return {"plan_arrived", Kind::FLAGS, Element::UINT64, 0x28u, false};
         case CombineSwitchRegion::partial_sums_ready: return {"partial_sums_ready", Kind::FLAGS, Element::UINT64, 0x28u, false};
         case CombineSwitchRegion::combine_requests: return {"combine_requests", Kind::FLAGS, Element::UINT64, 0x54u, false};
-        case CombineSwitchRegion::sums_out: return {"sums_out", Kind::ROWS, Element::BFLOAT16, 0x78u, false};
-        case CombineSwitchRegion::landing: return {"landing", Kind::ROWS, Element::BFLOAT16, 0x78u, true};
+        case CombineSwitchRegion::sums_out: return {"sums_out", Kind::ROWS, Element::ROW, 0x78u, false};
+        case CombineSwitchRegion::landing: return {"landing", Kind::ROWS, Element::ROW, 0x78u, true};
         case CombineSwitchRegion::accumulators: return {"accumulators", Kind::ROWS, Element::FLOAT32, 0x78u, true};
         default: return {"?", Kind::CONTROL, Element::UINT8, 0u, true};
     }
