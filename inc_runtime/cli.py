@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     make = commands.add_parser("make-checkpoint", help="write an OLMoE checkpoint with seeded random weights")
     make.add_argument("folder", type=Path, help="a folder that does not exist yet")
     make.add_argument("--layers", type=_count, default=2)
-    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--seed", type=_seed, default=0)
     _add_shape_arguments(make, OLMOE_1B_7B)
     trace = commands.add_parser("trace", help="counters, picture and Perfetto file of a finished run")
     trace.add_argument("folder", type=Path, help="the folder of one case, such as out/demo/megakernel_inc-inc_all_to_all")
@@ -76,6 +77,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and {2**31 - 1}")
     return value
 
 
@@ -101,7 +109,7 @@ def _add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument("--collective", choices=[m.value for m in CommunicationModel], help="default: the implementation's own")
     run.add_argument("--backend", choices=["host", "simulated"], default="host")
     run.add_argument("--routing", choices=["uniform", "zipf", "hot-expert", "hot-rank"], default="uniform")
-    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--seed", type=_seed, default=0)
     _add_shape_arguments(run, SMALL)
 
 
@@ -137,6 +145,12 @@ def main(arguments: list[str] | None = None) -> int:
 
             return show_trace(options.folder)
         return run_job(options, sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print("\ninc: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"inc: error: {error}. Give a place that can be read and written.", file=sys.stderr)
+        return 2
     except IncError as error:
         line_break = "\n" if "RANK" in os.environ else ""  # under torchrun a progress bar may stand on the line
         kind = "" if isinstance(error, Aborted) else "error: "
@@ -169,17 +183,39 @@ def run_job(options: argparse.Namespace, arguments: list[str]) -> int:
         options.checkpoint = DEMO_CHECKPOINT / ("olmoe-small" if options.small else "olmoe-1b-7b-two-layers")
         if not options.checkpoint.exists() and environment.rank == 0:
             print(f"writing a checkpoint with random weights, once, to {options.checkpoint}", file=sys.stderr)
-            make_checkpoint(options.checkpoint, SMALL if options.small else OLMOE_1B_7B, 2)
+            try:
+                make_checkpoint(options.checkpoint, SMALL if options.small else OLMOE_1B_7B, 2)
+            except OSError:
+                if not options.checkpoint.exists():  # else another demo was faster
+                    raise
         wait_for_file(options.checkpoint, "rank 0", environment.start_limit_s)
+    check_places(options)
     plan = plan_of(options, environment)
     if options.backend == "simulated":
+        if environment.under_torchrun:
+            raise ConfigurationError("backend = simulated runs all PEs in one process: start it without torchrun.")
         from megakernel.comparison_report import conclude_simulated
 
-        return conclude_simulated(plan, workload_of(options, plan), options.json, switch_program(plan), options.seed)
+        return conclude_simulated(plan, workload_of(options, plan), options.json, switch_program(), options.seed)
     if environment.under_torchrun:
         check_processes(plan.world, environment)
         return be_a_pe(options, plan)
-    return launch(arguments, plan.world)
+    status = launch(arguments, plan.world)
+    if status:
+        for unfinished in options.output.glob("job-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return status
+
+
+def check_places(options: argparse.Namespace) -> None:
+    """Refuse results that cannot be written, before anything runs. Raises ConfigurationError or OSError."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    for folder in (options.output, *([options.json.parent] if options.json else [])):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise ConfigurationError(f"{folder} cannot be written. Choose another folder.")
+    if options.json and options.json.is_dir():
+        raise ConfigurationError(f"json = {options.json} is a folder. Give the name of a file.")
 
 
 def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
@@ -209,6 +245,7 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
         shape = read_layer_shape(options.checkpoint)
         with CheckpointReader(options.checkpoint) as reader:
             reader.require_layer(options.layer)
+            reader.require_experts(options.layer, shape.num_experts)
     else:
         shape = shape_of(options)
     world = World(options.ranks, options.dispatch_switches, options.combine_switches)
@@ -228,11 +265,11 @@ def workload_of(options: argparse.Namespace, plan: JobPlan) -> Workload:
     return RandomWorkload(plan.shape, Routing(options.routing), options.seed)
 
 
-def switch_program(plan: JobPlan) -> Callable[[OneSided], None]:
+def switch_program() -> Callable[[OneSided], None]:
     """What a switch PE of the job runs."""
     from switch_emulator.run_switch import run_switch
 
-    return lambda pe: run_switch(pe, plan.pipeline.sum_order)
+    return run_switch
 
 
 def be_a_pe(options: argparse.Namespace, plan: JobPlan) -> int:
@@ -244,7 +281,7 @@ def be_a_pe(options: argparse.Namespace, plan: JobPlan) -> int:
             plan,
             prepare=lambda path: None,
             run_rank_case=lambda name, pe, folder: None,
-            run_switch_case=switch_program(plan),
+            run_switch_case=switch_program(),
             on_case=lambda name: None,
         )
         return 0
@@ -271,5 +308,5 @@ def be_a_pe(options: argparse.Namespace, plan: JobPlan) -> int:
     if rank == 0:
         wait_for_all(plan, folder)
         bar.close()
-        conclude(plan, folder, options.json, switch_program(plan))
+        conclude(plan, folder, options.json, switch_program())
     return 0

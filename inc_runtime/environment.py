@@ -40,8 +40,8 @@ class Environment:
             master_port=int(_number("MASTER_PORT", 0)),
             run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
             restart_count=int(_number("TORCHELASTIC_RESTART_COUNT", 0)),
-            wait_limit_s=_number("INC_WAIT_LIMIT_S", 60.0),
-            start_limit_s=_number("INC_START_LIMIT_S", 120.0),
+            wait_limit_s=_seconds("INC_WAIT_LIMIT_S", 60.0),
+            start_limit_s=_seconds("INC_START_LIMIT_S", 120.0),
             shared_memory_folder=os.environ.get("INC_SHARED_MEMORY_FOLDER", "/dev/shm"),
             trace=bool(_number("INC_TRACE", 0)),
         )
@@ -49,6 +49,13 @@ class Environment:
     @property
     def under_torchrun(self) -> bool:
         return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _seconds(name: str, default: float) -> float:
+    value = _number(name, default)
+    if not 0 < value < 1e7:
+        raise ConfigurationError(f"{name} = {value}: it must be a number of seconds above 0 and below 10,000,000.")
+    return value
 
 
 def _number(name: str, default: float) -> float:

@@ -205,6 +205,7 @@ RANK = (
     Region("packed_tokens", Kind.ROWS, lambda d: (d.depth, d.num_ranks, d.microbatch_tokens, d.hidden_size), _row, "pack", "its own puts", when=_relayed),
     Region("expert_rows", Kind.ROWS, lambda d: (d.depth, d.expert_row_capacity, d.hidden_size), _row, "dispatch switch; then this rank, whose partial sums overwrite them", "this rank, combine switch"),
     Region("expert_rows_routing", Kind.RECORDS, lambda d: (d.depth, d.expert_row_capacity), _routing, "dispatch switch", "this rank"),
+    # The rank itself writes NUM_ROWS = 0 where a relayed message came without rows, hence without a header.
     Region("expert_rows_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch", "this rank"),
     _flags("expert_rows_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.senders_per_flag), "dispatch switch", "this rank", when=_inc),
     Region("token_sums", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _row, "combine switch", "this rank", when=_inc),

@@ -52,7 +52,7 @@ def run_pe(
     run_switch_case: Callable[[HostPe], None],
     on_case: Callable[[str], None],
 ) -> Path:
-    """Run all cases on this PE. Returns the work folder, where everything is once `all_done` says so.
+    """Run all cases on this PE. Returns the work folder, where everything is once `wait_for_all` returns.
 
     `prepare(path)` runs on rank 0 and writes the workload; `run_rank_case(name, pe, folder)` runs one case on a rank;
     `run_switch_case(pe)` serves on a switch until the ranks stop. `on_case(name)` is called as each case begins.

@@ -21,6 +21,7 @@ MONITOR_S = 0.5
 
 def launch(arguments: list[str], world: World) -> int:
     """Run `python -m inc_runtime ARGUMENTS` as one torchrun job on this machine. Returns 0, or 1 after naming who failed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,6 +40,10 @@ def launch(arguments: list[str], world: World) -> int:
     )
     try:
         elastic_launch(config, sys.executable)("-m", "inc_runtime", *arguments)
+    except (KeyboardInterrupt, SignalException) as error:
+        number = getattr(error, "sigval", signal.SIGINT)
+        print(f"\ninc: stopped by {signal.Signals(number).name}", file=sys.stderr)
+        return 128 + number
     except ChildFailedError as error:
         first = min(error.failures.values(), key=lambda failure: failure.timestamp)
         how = f"was killed by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"exited {first.exitcode}"

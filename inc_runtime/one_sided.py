@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from inc_runtime.config import SumOrder
 from inc_runtime.heap_layout import HeapLayout
 from inc_runtime.protocol import Role, Tag, World, arrival_threshold
 
@@ -79,6 +80,7 @@ class OneSided(Protocol):
     name: str
     world: World
     layout: HeapLayout
+    sum_order: SumOrder
     memory: dict[str, np.ndarray]
     """Views of this PE's own regions, private ones included, by name."""
 

@@ -17,11 +17,10 @@ from inc_runtime.protocol import World
 class Event:
     """One verb or one stage of local work of one PE.
 
-    `kind` is put_signal, signal, get, quiet, wait, barrier, stage, or library for a message of a library collective;
-    `name` the region of the flag or of the first
-    piece, the tag of a wait, or the name of the stage. `rows` and `row_bytes` count token rows alone (logical),
-    `wire_bytes` everything that crosses the link: rows, records, headers, signal words. `part` numbers the chunks of
-    one message.
+    `kind` is put_signal, signal, get, quiet, wait, barrier, stage, or library for a message of a library collective; `name`
+    the region of the flag or of the first piece, the tag of a wait, or the name of the stage. `rows` and `row_bytes` count
+    token rows alone (logical), `wire_bytes` everything that crosses the link: rows, records, headers, signal words. `part`
+    numbers the chunks of one message.
     """
 
     pe: int

@@ -89,7 +89,7 @@ def slot_of(magic: int, depth: int) -> int:
 
 
 class Header(enum.IntEnum):
-    """The int64 fields in front of the rows of a put. All but NUM_ROWS and LAYER must be equal on all senders."""
+    """The int64 fields in front of the rows of a put. All but NUM_ROWS must be equal on all senders."""
 
     NUM_ROWS = 0
     STEP = 1
@@ -135,4 +135,3 @@ class Tag(enum.IntEnum):
     RELAY_CREDIT = 11
     RELAY_PHASE = 12
     PE_BARRIER = 13
-    STOP = 14

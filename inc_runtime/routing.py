@@ -18,18 +18,18 @@ def route(logits: np.ndarray, shape: LayerShape, bias: np.ndarray | None = None)
 
     `logits`: [num_tokens, num_experts], any float dtype; `bias`: [num_experts] float32, added to the sigmoid scores for
     the selection alone. Returns `expert_ids` [num_tokens, top_k] int32, in falling order of score, the lower id first
-    on ties, and `weights` [num_tokens, top_k] float32. Computed in float32. A softmax is monotonic, so its experts are
-    chosen on the logits themselves, where rounding makes no ties.
+    on ties, and `weights` [num_tokens, top_k] float32. Softmax and sigmoid are monotonic, so without a bias experts are
+    chosen on the logits themselves, where rounding makes no ties; scores with a bias are computed in float64.
     """
     logits = np.asarray(logits, np.float32)
     if shape.router is Router.SOFTMAX:
-        selection = logits if bias is None else logits + bias.astype(np.float32)
+        selection = logits
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
         scores = exponentials / exponentials.sum(axis=1, keepdims=True)
     else:
         with np.errstate(over="ignore"):  # exp(-x) = inf gives the right limit, 0
-            scores = 1.0 / (1.0 + np.exp(-logits))
-        selection = scores if bias is None else scores + bias.astype(np.float32)
+            scores = 1.0 / (1.0 + np.exp(-logits.astype(np.float64)))
+        selection = logits if bias is None else scores + bias
     expert_ids = np.argsort(-selection, axis=1, kind="stable")[:, : shape.top_k].astype(np.int32)
     weights = np.take_along_axis(scores, expert_ids, axis=1)
     if shape.renormalize:

@@ -128,22 +128,22 @@ class CheckpointReader:
                 "Ask for one of those."
             )
 
+    def require_experts(self, layer: int, num_experts: int) -> None:
+        """Raise CheckpointError unless all expert and router tensors of `layer` are there. Reads no tensor."""
+        names = [f"model.layers.{layer}.mlp.gate.weight"]
+        for expert in range(num_experts):
+            stem = f"model.layers.{layer}.mlp.experts.{expert}"
+            names += [f"{stem}.{projection}_proj.weight" for projection in ("gate", "up", "down")]
+        for name in names:
+            self._view(name)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`, in the dtype of the file, which must be bfloat16, float16 or float32."""
-        shard = self._shard_of_tensor.get(name)
-        if shard is None:
-            raise CheckpointError(
-                f"{self.folder} has no tensor {name}; {len(self._shard_of_tensor)} others are there. "
-                f"{_REWRITE}"
-            )
+        view, shard = self._view(name)
         try:
-            view = self._open(shard).get_slice(name)
             seen_shape, dtype = tuple(view.get_shape()), view.get_dtype()
         except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.folder}: {INDEX_FILE} places tensor {name} in {shard}, which cannot give it: "
-                f"{error}. {_REWRITE}"
-            ) from error
+            raise self._misplaced(name, shard, error) from error
         if seen_shape != shape:
             raise CheckpointError(
                 f"{self.folder}: tensor {name} must be {list(shape)} by {CONFIG_FILE}, it is "
@@ -155,6 +155,23 @@ class CheckpointReader:
                 "Use a checkpoint that is not quantised."
             )
         return view[:]
+
+    def _view(self, name: str) -> tuple[Any, str]:
+        shard = self._shard_of_tensor.get(name)
+        if shard is None:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name}; {len(self._shard_of_tensor)} others are there. "
+                f"{_REWRITE}"
+            )
+        try:
+            return self._open(shard).get_slice(name), shard
+        except SafetensorError as error:
+            raise self._misplaced(name, shard, error) from error
+
+    def _misplaced(self, name: str, shard: str, error: SafetensorError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder}: {INDEX_FILE} places tensor {name} in {shard}, which cannot give it: {error}. {_REWRITE}"
+        )
 
     def _open(self, shard: str) -> Any:
         if shard not in self._open_shards:

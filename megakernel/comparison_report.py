@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,11 +51,10 @@ def conclude_simulated(
     case = case_of_name(plan.cases[0][0])
     if not case.needs_heap:
         raise ConfigurationError("the baseline uses library collectives, which the simulator does not have. Use --backend host.")
-    path = plan.output / WORKLOAD_FILE
-    plan.output.mkdir(parents=True, exist_ok=True)
-    workload.prepare(path, sum(plan.tokens_of_rank), plan.world.num_ranks)
-    outcome = simulate_case(case, plan, workload, path, switch_program, seed)
-    path.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / WORKLOAD_FILE
+        workload.prepare(path, sum(plan.tokens_of_rank), plan.world.num_ranks)
+        outcome = simulate_case(case, plan, workload, path, switch_program, seed)
     steps = simulate_steps(case, plan, switch_program)
     row = _row(
         case, plan, outcome.output, outcome.reference, None, outcome.events, outcome.time_us, steps, "simulated", "simulated"

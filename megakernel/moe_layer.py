@@ -13,7 +13,7 @@ import torch
 
 from inc_runtime.backends.host import HostPe
 from inc_runtime.collectives.microbatch import Call
-from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, RowFormat, check
+from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, Router, RowFormat, check
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.op_trace import OpTrace
 from inc_runtime.routing import check_expert_ids, check_router_logits
@@ -32,6 +32,7 @@ class MoELayer:
 
     `backend`: the PE that `HostPe.join` returned, or for the Baseline a torch.distributed process group of the compute
     ranks (None: the default group). `experts`: the weights of this rank's experts, `shape.experts_of_rank(rank, W)`.
+    `layer` names the layer in headers, so that ranks that call layers in another order are refused; default: a running number.
     `bias` [E] float32 is added to sigmoid scores for the selection. `model` is for the Baseline; the others take it from
     the backend. Raises: ConfigurationError before anything is sent.
     """
@@ -45,18 +46,24 @@ class MoELayer:
         experts: ExpertWeights,
         *,
         bias: torch.Tensor | None = None,
-        layer: int = 0,
+        layer: int | None = None,
         model: CommunicationModel | None = None,
     ) -> None:
-        self.call = Call(shape, pipeline, layer)
         self.dtype = TORCH_DTYPES[pipeline.row_format]
         self.implementation = implementation
         if isinstance(backend, HostPe):
             self._pe: HostPe | None = backend
             self.model = backend.layout.dims.model
+            if implementation is Implementation.BASELINE or model not in (None, self.model):
+                raise ConfigurationError(
+                    f"implementation = {implementation.value} on {(model or self.model).value}: the backend is a heap for "
+                    f"{self.model.value}. The baseline takes a process group; the others follow the heap's model."
+                )
             if backend.is_switch:
                 raise ConfigurationError(f"{backend.name} has no experts: a layer lives on a rank. Call run_switch here.")
             rank, num_ranks = backend.pe, backend.world.num_ranks
+            layer = backend.num_layers if layer is None else layer
+            backend.num_layers += 1
             _check_heap(backend, shape, pipeline)
             self.trace = backend.trace
         else:
@@ -72,9 +79,8 @@ class MoELayer:
             rank, num_ranks = self._library.rank, self._library.num_ranks
         check_model(implementation, self.model)
         check(shape, pipeline, num_ranks)
-        self._bias = None if bias is None else bias.detach().float().cpu().numpy()
-        if self._bias is not None and self._bias.shape != (shape.num_experts,):
-            raise ConfigurationError(f"bias has shape {self._bias.shape}, expected [{shape.num_experts}].")
+        self.call = Call(shape, pipeline, layer or 0)
+        self._bias = None if bias is None else _checked_bias(bias, shape)
         self._experts = _host_experts(experts, shape, shape.experts_of_rank(rank, num_ranks))
 
     def __call__(
@@ -171,7 +177,22 @@ def _check_heap(pe: HostPe, shape: LayerShape, pipeline: Pipeline) -> None:
         )
 
 
+def _checked_bias(bias: torch.Tensor, shape: LayerShape) -> np.ndarray:
+    """The selection bias as [num_experts] float32. Raises ConfigurationError for what cannot be one."""
+    array = bias.detach().float().cpu().numpy()
+    if shape.router is not Router.SIGMOID:
+        raise ConfigurationError(f"bias with router = {shape.router.value}: only the sigmoid router selects with a bias.")
+    if array.shape != (shape.num_experts,) or not np.isfinite(array).all():
+        raise ConfigurationError(f"bias must be {shape.num_experts} finite numbers, it has shape {array.shape}: {array}.")
+    return array
+
+
 def _host_experts(experts: ExpertWeights, shape: LayerShape, own: range) -> HostExperts:
+    if experts.experts != own:
+        raise ConfigurationError(
+            f"experts are {experts.experts.start} to {experts.experts.stop - 1}, expected {own.start} to {own.stop - 1} on this "
+            "rank. Load shape.experts_of_rank(rank, num_ranks)."
+        )
     expected = {
         "gate_up": (len(own), 2 * shape.intermediate_size, shape.hidden_size),
         "down": (len(own), shape.hidden_size, shape.intermediate_size),
@@ -183,4 +204,7 @@ def _host_experts(experts: ExpertWeights, shape: LayerShape, own: range) -> Host
                 f"experts.{name} has shape {list(seen)}, expected {list(size)}: this rank holds experts {own.start} to "
                 f"{own.stop - 1}. Load shape.experts_of_rank(rank, num_ranks)."
             )
+        tensor = getattr(experts, name)
+        if tensor.device.type != "cpu" or not tensor.is_floating_point():
+            raise ConfigurationError(f"experts.{name} is {tensor.dtype} on {tensor.device}, expected floating point on the CPU.")
     return HostExperts(own.start, experts.gate_up.float(), experts.down.float())

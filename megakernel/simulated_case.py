@@ -40,7 +40,7 @@ def simulate_case(
     """Run one call of the layer on a prepared workload. Local work takes no virtual time; transfers follow the link model."""
     file = WorkloadFile(path, plan.tokens_of_rank)
     layout = HeapLayout(Dims.of(case.model, plan.world, plan.shape, plan.pipeline))
-    simulation = Simulation(plan.world, layout, seed=seed, jitter_us=plan.delay_us)
+    simulation = Simulation(plan.world, layout, seed=seed, jitter_us=plan.delay_us, sum_order=plan.pipeline.sum_order)
     outputs: dict[int, np.ndarray] = {}
 
     def rank_program(pe: SimulatedPe) -> None:

@@ -8,7 +8,7 @@ Rank side: `inc_runtime/collectives/inc_all_to_all.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from inc_runtime.config import SumOrder
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Piece, Segment
@@ -17,7 +17,7 @@ from switch_emulator.combine_plan import CombinePlan
 from switch_emulator.serving import in_order_of_arrival
 
 
-def serve_microbatch(pe: OneSided, magic: int, sum_order: SumOrder) -> None:
+def serve_microbatch(pe: OneSided, magic: int) -> None:
     """Sum and return one microbatch. Raises Stopped instead when all ranks have stopped."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
@@ -30,16 +30,16 @@ def serve_microbatch(pe: OneSided, magic: int, sum_order: SumOrder) -> None:
     owners = range(dims.num_ranks)
     pe.memory["accumulators"][...] = 0
     ready = [Awaited(Flag("partial_sums_ready", (slot, r)), magic, f"rank {r}") for r in owners]
-    for expert_rank in ready_ranks(pe, ready, sum_order):
+    for expert_rank in ready_ranks(pe, ready):
         pull_and_add(pe, plan, expert_rank, owners)
     return_sums(pe, plan, owners)
 
 
-def ready_ranks(pe: OneSided, ready: Sequence[Awaited], sum_order: SumOrder):
+def ready_ranks(pe: OneSided, ready: Sequence[Awaited]) -> Iterator[int]:
     """Yield positions in `ready` in order of arrival, or in rank order as they become ready."""
     pending = list(range(len(ready)))
     while pending:
-        if sum_order is SumOrder.RANK:
+        if pe.sum_order is SumOrder.RANK:
             pe.wait_until(ready[pending[0]], Tag.COMBINE_PARTIAL_SUMS)
             arrived = pending[:1]
         else:

@@ -8,7 +8,6 @@ hold experts of the phase's tokens, by get. Writes: `token_sums`. Our own design
 
 from __future__ import annotations
 
-from inc_runtime.config import SumOrder
 from inc_runtime.one_sided import Awaited, Flag, OneSided
 from inc_runtime.protocol import Tag, slot_of
 from switch_emulator.combine_plan import CombinePlan
@@ -16,7 +15,7 @@ from switch_emulator.combine_switch import pull_and_add, ready_ranks, return_sum
 from switch_emulator.serving import in_order_of_arrival
 
 
-def serve_microbatch(pe: OneSided, magic: int, sum_order: SumOrder) -> None:
+def serve_microbatch(pe: OneSided, magic: int) -> None:
     """Serve the phases of one microbatch. Raises Stopped instead when all ranks have stopped."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
@@ -27,17 +26,15 @@ def serve_microbatch(pe: OneSided, magic: int, sum_order: SumOrder) -> None:
     for owner in in_order_of_arrival(pe, requests, Tag.COMBINE_REQUEST, magic):
         phase.append(owner)
         if len(phase) == min(dims.ranks_per_phase, dims.num_ranks - served):
-            serve_phase(pe, plan, phase, requests, sum_order)
+            serve_phase(pe, plan, phase, requests)
             served += len(phase)
             phase = []
 
 
-def serve_phase(
-    pe: OneSided, plan: CombinePlan, owners: list[int], requests: list[Awaited], sum_order: SumOrder
-) -> None:
+def serve_phase(pe: OneSided, plan: CombinePlan, owners: list[int], requests: list[Awaited]) -> None:
     """Pull from every rank that holds experts of the owners' tokens, add, and return the sums."""
     ranks = [rank for rank in range(pe.world.num_ranks) if plan.pulls(rank, owners)]
     pe.memory["accumulators"][...] = 0
-    for position in ready_ranks(pe, [requests[rank] for rank in ranks], sum_order):
+    for position in ready_ranks(pe, [requests[rank] for rank in ranks]):
         pull_and_add(pe, plan, ranks[position], owners)
     return_sums(pe, plan, owners)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inc_runtime.config import SumOrder
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import Role
 from switch_emulator import combine_switch, combine_switch_phased, dispatch_switch, dispatch_switch_phased
@@ -10,18 +9,18 @@ from switch_emulator.relay_switch import RelaySwitch
 from switch_emulator.serving import Stopped
 
 
-def run_switch(pe: OneSided, sum_order: SumOrder = SumOrder.ARRIVAL) -> None:
+def run_switch(pe: OneSided) -> None:
     """Serve any number of layers and microbatches on this heap. Returns once every rank has stopped.
 
     Raises: ArrivalTimeout, PeerDied, Aborted, Mismatch.
     """
     try:
-        _serve(pe, sum_order)
+        _serve(pe)
     except Stopped:
         return
 
 
-def _serve(pe: OneSided, sum_order: SumOrder) -> None:
+def _serve(pe: OneSided) -> None:
     model = pe.layout.dims.model
     first_magic = int(pe.memory["magic"][0]) + 1
     if not model.in_network:
@@ -34,5 +33,5 @@ def _serve(pe: OneSided, sum_order: SumOrder) -> None:
         if pe.role is Role.DISPATCH_SWITCH:
             dispatch_switch.serve_microbatch(pe, magic)
         else:
-            combine.serve_microbatch(pe, magic, sum_order)
+            combine.serve_microbatch(pe, magic)
         pe.memory["magic"][0] = magic

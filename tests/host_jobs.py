@@ -165,7 +165,7 @@ def run_models(folder: Path, num_ranks: int, dispatch_switches: int, combine_swi
             widest, carried, model, num_ranks=num_ranks, **world, poison=True, delay_us=500.0, seed=number, traced=True
         ) as pe:
             if not is_rank:
-                run_switch(pe, carried.sum_order)
+                run_switch(pe)
                 continue
             if number == 0:
                 refuse_bad_inputs(pe, carried, num_ranks)

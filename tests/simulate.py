@@ -89,6 +89,7 @@ def simulate(
         link=link,
         wait_limit_us=wait_limit_us,
         traced=traced,
+        sum_order=pipeline.sum_order,
     )
     outputs = [[np.full(given.tokens.shape, np.nan, given.tokens.dtype) for given in call] for call in calls]
 
@@ -101,7 +102,7 @@ def simulate(
 
     for pe, delay in (late_us or {}).items():
         delay_experts(simulation.pes[pe], delay)
-    simulation.spawn_world(rank_program, lambda pe: run_switch.run_switch(pe, pipeline.sum_order))
+    simulation.spawn_world(rank_program, lambda pe: run_switch.run_switch(pe))
     simulation.run()
     return outputs, simulation
 

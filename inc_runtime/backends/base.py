@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from inc_runtime.config import SumOrder
 from inc_runtime.errors import Aborted, ProtocolViolation, WaitRecord
 from inc_runtime.heap_layout import ERROR_BYTES, HeapLayout, Kind
 from inc_runtime.one_sided import Awaited, Flag, Piece, Segment
@@ -19,13 +20,24 @@ SIGNAL_BYTES = 8
 class BasePe:
     """One PE. A backend adds the clock, the copies and the waiting."""
 
-    def __init__(self, pe: int, world: World, layout: HeapLayout, memory: dict[str, np.ndarray], traced: bool) -> None:
+    def __init__(
+        self,
+        pe: int,
+        world: World,
+        layout: HeapLayout,
+        memory: dict[str, np.ndarray],
+        *,
+        traced: bool,
+        sum_order: SumOrder,
+    ) -> None:
         self.pe = pe
         self.world = world
         self.layout = layout
+        self.sum_order = sum_order
         self.role = world.role_of(pe)
         self.name = world.name_of(pe)
         self.memory = {**memory, **layout.private(self.role)}
+        self.num_layers = 0
         self.trace = OpTrace(pe, enabled=traced)
 
     def now_us(self) -> float:

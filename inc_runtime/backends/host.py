@@ -45,6 +45,7 @@ class HostPe(BasePe):
         world: World,
         layout: HeapLayout,
         environment: Environment,
+        pipeline: Pipeline,
         *,
         delay_us: float = 0.0,
         seed: int = 0,
@@ -52,14 +53,15 @@ class HostPe(BasePe):
         traced: bool | None = None,
     ) -> None:
         dims = layout.dims
-        digest = int.from_bytes(hashlib.sha256(repr((dims, layout.heap_bytes)).encode()).digest()[:7], "little")
+        digest = int.from_bytes(hashlib.sha256(repr((dims, layout.heap_bytes, pipeline)).encode()).digest()[:7], "little")
         generation = next(_generations)
         self._slabs = SharedSlabs(world, environment.rank, layout.heap_bytes, digest, generation, environment)
         self._peer_memory = [
             layout.carve(world.role_of(peer), mapped.slab) for peer, mapped in enumerate(self._slabs.peers)
         ]
         traced = environment.trace if traced is None else traced
-        super().__init__(environment.rank, world, layout, self._peer_memory[environment.rank], traced)
+        own = self._peer_memory[environment.rank]
+        super().__init__(environment.rank, world, layout, own, traced=traced, sum_order=pipeline.sum_order)
         self._limit_s = environment.wait_limit_s * (SWITCH_LIMIT_SHARE if self.is_switch else 1.0)
         self._random = random.Random(seed * 1000 + self.pe)
         self._delay_us = delay_us
@@ -88,7 +90,7 @@ class HostPe(BasePe):
         check(shape, pipeline, num_ranks)
         check_processes(world, environment)
         layout = HeapLayout(Dims.of(model, world, shape, pipeline))
-        return cls(world, layout, environment, **options)
+        return cls(world, layout, environment, pipeline, **options)
 
     @property
     def is_switch(self) -> bool:

@@ -11,7 +11,11 @@ import contextlib
 import hashlib
 import mmap
 import os
+import signal
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +64,21 @@ class Peer:
 
 def job_key(environment: Environment) -> str:
     """A name that all processes of one torchrun job share, and no other job."""
-    parts = (environment.master_addr, environment.master_port, environment.run_id, environment.restart_count, os.getppid())
+    parts = (environment.master_addr, environment.master_port, environment.run_id, environment.restart_count)
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM, with which torchrun ends the peers of a failed process, unwind the stack instead of killing at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def remove_stale(folder: Path) -> list[Path]:
@@ -92,22 +109,36 @@ class SharedSlabs:
         self.limit_s = environment.start_limit_s
         remove_stale(self.folder)
         self.path = self.folder / f"{self.stem}-{pe}"
-        own = self._create(layout_digest)
+        with _exit_on_sigterm():
+            self._map_all(layout_digest)
+
+    def _map_all(self, layout_digest: int) -> None:
+        """Create this PE's slab and map all others. Whatever fails, no file of the job stays, whoever made it."""
+        pe, world = self.pe, self.world
+        started = False
         try:
+            own = self._create(layout_digest)
             self.peers = [own if peer == pe else self._attach(peer, layout_digest) for peer in range(world.num_pes)]
             for peer in self.peers:
                 peer.control[Control.ATTACHED + pe] = 1
             self._await_attached(own)
+            started = True
         finally:
-            self.path.unlink(missing_ok=True)
+            for path in [self.path] if started else self.folder.glob(f"{self.stem}-*"):
+                path.unlink(missing_ok=True)
 
     def _create(self, layout_digest: int) -> Peer:
-        fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except OSError as error:
+            raise PeerMissing(
+                f"{self.world.name_of(self.pe)} cannot create {self.path}: {error.strerror}. If another job uses this "
+                "MASTER_PORT, choose another one; else set INC_SHARED_MEMORY_FOLDER to a folder that can be written."
+            ) from error
         try:
             try:
                 os.posix_fallocate(fd, 0, self.num_bytes)
             except OSError as error:
-                self.path.unlink()
                 free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
                 raise HeapTooLarge(
                     f"{self.world.name_of(self.pe)} needs {self.num_bytes:,} bytes of shared memory in {self.folder}, "
@@ -137,7 +168,7 @@ class SharedSlabs:
                     size = os.fstat(fd).st_size  # once: the peer may be allocating it right now
                     if size == self.num_bytes:
                         mapped = self._map(fd)
-                        if mapped.control[Control.READY] == MAGIC_NUMBER:
+                        if mapped.control[Control.READY] == MAGIC_NUMBER and mapped.alive:
                             return self._checked(mapped, peer, layout_digest)
                     elif size > PAGE:
                         self._refuse_layout(peer)

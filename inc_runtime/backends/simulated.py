@@ -18,6 +18,7 @@ import numpy as np
 
 from inc_runtime.backends.base import BasePe
 from inc_runtime.backends.link_model import LinkModel
+from inc_runtime.config import SumOrder
 from inc_runtime.errors import ArrivalTimeout, Deadlock, ProtocolViolation
 from inc_runtime.heap_layout import HeapLayout
 from inc_runtime.one_sided import Awaited, Flag, Piece, Segment
@@ -57,6 +58,7 @@ class Simulation:
         stage_cost: StageCost | None = None,
         wait_limit_us: float | None = None,
         traced: bool = True,
+        sum_order: SumOrder = SumOrder.ARRIVAL,
     ) -> None:
         self.world, self.layout = world, layout
         self.link = link or LinkModel()
@@ -71,6 +73,7 @@ class Simulation:
         self._flag_writers: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._hub = greenlet.getcurrent()
         self._threads: list[tuple[greenlet.greenlet, SimulatedPe]] = []
+        self.sum_order = sum_order
         self.pes = [SimulatedPe(self, pe, traced) for pe in range(world.num_pes)]
 
     def spawn(self, pe: int, program: Callable[[SimulatedPe], None]) -> None:
@@ -170,7 +173,7 @@ class SimulatedPe(BasePe):
         for name, region in layout.regions(world.role_of(pe)).items():
             if not region.private and (region.kind.value == "flags" or name in ("magic", "chunks_sent", "error_record")):
                 memory[name][...] = 0
-        super().__init__(pe, world, layout, memory, traced)
+        super().__init__(pe, world, layout, memory, traced=traced, sum_order=simulation.sum_order)
         self._outstanding = 0
         self._quiet_thread: greenlet.greenlet | None = None
         self._barriers = 0

@@ -76,6 +76,7 @@ COMPARED_FIELDS = (
     Header.NUM_EXPERTS,
     Header.TOP_K,
     Header.HIDDEN_SIZE,
+    Header.LAYER,
 )
 
 

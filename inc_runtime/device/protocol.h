@@ -46,7 +46,6 @@ enum class Tag : int {
     RELAY_CREDIT = 11,
     RELAY_PHASE = 12,
     PE_BARRIER = 13,
-    STOP = 14,
 };
 
 INC_HOST_DEVICE constexpr const char* name_of(Tag member) {
@@ -64,7 +63,6 @@ INC_HOST_DEVICE constexpr const char* name_of(Tag member) {
         case Tag::RELAY_CREDIT: return "RELAY_CREDIT";
         case Tag::RELAY_PHASE: return "RELAY_PHASE";
         case Tag::PE_BARRIER: return "PE_BARRIER";
-        case Tag::STOP: return "STOP";
         default: return "?";
     }
 }

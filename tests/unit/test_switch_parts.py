@@ -11,9 +11,11 @@ from inc_runtime.collectives.microbatch import Call, check_header, first_row, wr
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
 from inc_runtime.errors import Mismatch
 from inc_runtime.heap_layout import Dims, HeapLayout
-from inc_runtime.protocol import HEADER_FIELDS, Header, Role, World
+from inc_runtime.one_sided import Awaited, Flag
+from inc_runtime.protocol import HEADER_FIELDS, Header, Role, Tag, World
 from switch_emulator.combine_plan import CombinePlan
 from switch_emulator.phases import PhaseQueue
+from switch_emulator.serving import Stopped, in_order_of_arrival
 
 Model = CommunicationModel
 SHAPE = LayerShape(6, 2, 8, 8)
@@ -158,3 +160,40 @@ def test_a_header_that_disagrees_is_refused_with_sender_field_and_both_values(fi
     with pytest.raises(Mismatch) as refusal:
         check_header(header, first, 9, dims, "rank 2")
     assert f"rank 2 brought {field.name.lower()} = 77 to magic 9, expected {expected}" in str(refusal.value)
+
+
+class ScriptedPe:
+    """A PE whose waits return what the script says, and that remembers how it was asked."""
+
+    def __init__(self, *script: list[str]) -> None:
+        self.world = World(3)
+        self.script = list(script)
+        self.asked: list[tuple[bool, list[str]]] = []
+
+    def wait_until_some(self, awaited, tag, *, microbatch=-1, idle=False) -> list[int]:
+        self.asked.append((idle, [f"{a.flag.region} of {a.sender}" for a in awaited]))
+        arriving = self.script.pop(0)
+        return [position for position, name in enumerate(self.asked[-1][1]) if name in arriving]
+
+
+def serving(pe: ScriptedPe) -> list[int]:
+    expected = [Awaited(Flag("tokens_arrived", (0, rank)), 4, f"rank {rank}") for rank in range(3)]
+    return list(in_order_of_arrival(pe, expected, Tag.DISPATCH_TOKENS, 4))  # type: ignore[arg-type]
+
+
+def test_a_switch_waits_without_limit_until_the_first_arrival_and_with_the_limit_after_it() -> None:
+    pe = ScriptedPe(["tokens_arrived of rank 2"], ["tokens_arrived of rank 0"], ["tokens_arrived of rank 1"])
+    assert serving(pe) == [2, 0, 1]
+    assert [idle for idle, _ in pe.asked] == [True, False, False]
+    assert len(pe.asked[0][1]) == 6, "while idle it listens for the stop words too"
+    assert pe.asked[1][1] == ["tokens_arrived of rank 0", "tokens_arrived of rank 1"]
+
+
+def test_a_switch_stops_only_once_every_rank_has_stopped() -> None:
+    pe = ScriptedPe(["stop of rank 1"], ["stop of rank 0", "stop of rank 2"])
+    with pytest.raises(Stopped):
+        serving(pe)
+    late = ScriptedPe(
+        ["stop of rank 1"], ["tokens_arrived of rank 0"], ["tokens_arrived of rank 1", "tokens_arrived of rank 2"]
+    )
+    assert serving(late) == [0, 1, 2]
