@@ -102,7 +102,9 @@ def build(source: Path, verbs: Verbs = Verbs.DIRECT, arch: str = "sm_90a") -> Bu
 def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        raise BuildError(f"nvcc is not on the PATH and {cubin.name} is not in the cache. Install the CUDA toolkit (13.0), or copy the cache.")
+        raise BuildError(
+            f"nvcc is not on the PATH and {cubin.name} is not in the cache. Install the CUDA toolkit (13.0), or copy the cache."
+        )
     with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:
         work = Path(folder)
         (work / "arguments.h").write_text(header_text(), encoding="utf-8")

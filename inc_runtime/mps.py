@@ -27,7 +27,13 @@ def daemon_answers(environment: Mapping[str, str]) -> bool:
         return False
     try:
         answer = subprocess.run(
-            [CONTROL], input="get_server_list\n", env=dict(environment), capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False
+            [CONTROL],
+            input="get_server_list\n",
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return False
@@ -72,7 +78,15 @@ def private_daemon() -> Iterator[dict[str, str]]:
 def stop_daemon(environment: Mapping[str, str]) -> None:
     """Ask the daemon of this pipe folder to quit. Returns whether or not it was there."""
     try:
-        subprocess.run([CONTROL], input="quit -t 5\n", env=dict(environment), capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=False)
+        subprocess.run(
+            [CONTROL],
+            input="quit -t 5\n",
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_LIMIT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         print(f"{CONTROL} did not quit within {ANSWER_LIMIT_S:.0f} s", file=sys.stderr)
 

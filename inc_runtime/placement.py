@@ -84,7 +84,12 @@ def place(kind: PlacementKind, world: World, num_sms: Sequence[int]) -> Placemen
     """Seat every PE. `num_sms`: SMs of each GPU found. Raises ConfigurationError where the GPUs do not suffice."""
     if kind is PlacementKind.HOST:
         return Placement(kind, world, tuple(Seat(pe, None) for pe in range(world.num_pes)))
-    needed = {PlacementKind.NATIVE: world.num_pes, PlacementKind.SCALE_MODEL: 2, PlacementKind.SHARED: world.num_ranks, PlacementKind.ONE_GPU: 1}[kind]
+    needed = {
+        PlacementKind.NATIVE: world.num_pes,
+        PlacementKind.SCALE_MODEL: 2,
+        PlacementKind.SHARED: world.num_ranks,
+        PlacementKind.ONE_GPU: 1,
+    }[kind]
     if len(num_sms) < needed:
         best = choose(world, len(num_sms))
         raise ConfigurationError(
