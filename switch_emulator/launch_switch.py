@@ -9,12 +9,14 @@ import numpy as np
 from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.compile_cache import Built, build
 from inc_runtime.config import SumOrder
-from inc_runtime.device.arguments import SWITCH_ARGUMENTS, SWITCH_MOMENT
+from inc_runtime.device.arguments import MAX_SWITCH_BLOCKS, SWITCH_ARGUMENTS, SWITCH_MOMENT, WORKSPACE
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.protocol import Role
 
 SOURCE = Path(__file__).with_name("device") / "switch_kernel.cu"
 SWITCH_THREADS = 512
+BULK_WARPS, MAX_ROW_BUFFERS, MIN_ROW_BUFFERS, RING_BYTES = 4, 12, 6, 200 * 1024
+"""As in `inc_runtime/device/bulk_copy.cuh`."""
 KERNELS = {Role.DISPATCH_SWITCH: "dispatch_switch_kernel", Role.COMBINE_SWITCH: "combine_switch_kernel"}
 
 
@@ -40,8 +42,10 @@ class RunningSwitch:
         arguments = np.zeros((), SWITCH_ARGUMENTS)
         arguments["timeline"], arguments["timeline_length"] = self.timeline, timeline_length
         arguments["rank_order"], arguments["replay_plan"] = sum_order is SumOrder.RANK, replay_plan
-        shared_bytes = SWITCH_THREADS * 4 * (1 + heap.layout.dims.num_ranks)
-        blocks = num_blocks or heap.job.seat.num_blocks
+        shared_bytes = shared_bytes_of(heap)
+        opened, offset = WORKSPACE.fields["opened"][:2]  # type: ignore[index]
+        heap.gpu.fill(heap.workspace + offset, 0, opened.itemsize)  # a stop that an earlier launch has seen
+        blocks = min(num_blocks or heap.job.seat.num_blocks, MAX_SWITCH_BLOCKS)
         heap.launch(
             built, KERNELS[heap.role], [arguments], num_blocks=blocks, num_threads=SWITCH_THREADS, shared_bytes=shared_bytes
         )
@@ -54,6 +58,16 @@ class RunningSwitch:
             moments = self.heap.gpu.read(self.timeline, self.timeline_length * SWITCH_MOMENT.itemsize).view(SWITCH_MOMENT)
             self.heap.gpu.free(self.timeline)
         return np.sort(moments[moments["magic"] > 0], order="magic")
+
+
+def shared_bytes_of(heap: DeviceHeap) -> int:
+    """Dynamic shared memory of a switch block: the tile and, for a dispatch switch, its rings of row buffers."""
+    dims = heap.layout.dims
+    tile = -(-SWITCH_THREADS * 4 * (1 + dims.num_ranks) // 128) * 128
+    row_bytes = 2 * dims.hidden_size
+    buffers = min(MAX_ROW_BUFFERS, RING_BYTES // (BULK_WARPS * row_bytes))
+    rings = BULK_WARPS * buffers * (row_bytes + 8) if buffers >= MIN_ROW_BUFFERS else 0
+    return tile + (rings if heap.role is Role.DISPATCH_SWITCH else 0)
 
 
 def build_switch(heap: DeviceHeap) -> Built:

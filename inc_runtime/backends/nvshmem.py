@@ -47,6 +47,9 @@ INIT_COMPLETE = 2
 
 NVSHMEM_OVERHEAD_BYTES = 64 << 20
 ZEROED = ("magic", "chunks_sent", "error_record")
+SWITCH_LIMIT_SHARE = 0.75
+"""A switch gives up before the ranks that wait for it do: it knows which rank is missing."""
+
 POLL_S = 0.001
 REPORT_LIMIT_S = 2.0
 
@@ -198,7 +201,8 @@ class DeviceHeap:
         self.gpu, self.role = job.gpu, job.world.role_of(job.pe)
         self.workspace = self.gpu.allocate(WORKSPACE.itemsize)
         self.record, record_address = self.gpu.pinned(ERROR_RECORD)
-        self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=job.environment.wait_limit_s)
+        limit_s = job.environment.wait_limit_s * (1.0 if self.role is Role.COMPUTE_RANK else SWITCH_LIMIT_SHARE)
+        self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
         self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
         self._owned = [self.workspace]
         if self.role is Role.COMBINE_SWITCH:
@@ -310,12 +314,12 @@ class DeviceHeap:
         if kind is ErrorKind.MISMATCH:
             field = Header(int(record["field"])).name.lower()
             return Mismatch(
-                f"{world.name_of(sender)} brought {field} = {np.int64(record['seen'][0])} to magic {magic}, expected {record['expected']}. "
+                f"{world.name_of(sender)} brought {field} = {record['seen'][:1].view(np.int64)[0]} to magic {magic}, expected {record['expected']}. "
                 "Give every rank the same bound, microbatch size, shape and call order."
             )
         if kind is ErrorKind.BAD_EXPERT:
             return ConfigurationError(
-                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {np.int32(record['seen'][0] & 0xFFFFFFFF)}, "
+                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {record['seen'][:1].view(np.int64)[0]}, "
                 f"expected -1 to {int(record['expected']) - 1}. Use -1 for a choice that does not count."
             )
         awaited = awaited_senders(world, tag)

@@ -18,6 +18,7 @@ MAX_RANKS = 32
 MAX_PES = 40
 MAX_AXES = 5
 MAX_DEPTH = 64
+MAX_SWITCH_BLOCKS = 64
 PLACES = {Role.COMPUTE_RANK: "rank_places", Role.DISPATCH_SWITCH: "dispatch_places", Role.COMBINE_SWITCH: "combine_places"}
 
 
@@ -72,6 +73,10 @@ WORKSPACE = _struct(
     ("rows_pulled", "<u8"),
     ("finished", "<u8", (len(Packet), MAX_DEPTH)),  # blocks that have finished a packet, by packet and slot
     ("total_rows", "<u4", (MAX_DEPTH, MAX_RANKS)),
+    # Among the blocks of a switch, by slot: what the first block has decided, and the rows that each block has counted.
+    ("opened", "<u8", (MAX_DEPTH,)),  # magic << 16 | blocks that take part; no block: all ranks have stopped
+    ("counted", "<u8", (MAX_DEPTH, MAX_SWITCH_BLOCKS)),  # magic
+    ("counted_rows", "<u4", (MAX_DEPTH, MAX_SWITCH_BLOCKS, MAX_RANKS)),
 )
 
 HEAP = _struct(
@@ -169,7 +174,7 @@ def _c_enum(kind: type[enum.IntEnum]) -> str:
 
 def header_text() -> str:
     """The text of `arguments.h`: limits, enums and structures."""
-    limits = {"MAX_RANKS": MAX_RANKS, "MAX_PES": MAX_PES, "MAX_DEPTH": MAX_DEPTH}
+    limits = {"MAX_RANKS": MAX_RANKS, "MAX_PES": MAX_PES, "MAX_DEPTH": MAX_DEPTH, "MAX_SWITCH_BLOCKS": MAX_SWITCH_BLOCKS}
     return "\n".join(
         [
             "// Generated from inc_runtime/device/arguments.py. Do not edit.",

@@ -74,10 +74,11 @@ struct Exchange {
 
 // With `verify`, the warp that will put a part of a row makes it first.
 __device__ inline void make_tokens(const Exchange& x, uint64_t magic, char* tokens, int num_tokens) {
-    const RowParts cut = parts_of_push(x.heap, x.team, num_tokens);
-    for (int unit = x.first_warp(); unit < num_tokens * cut.parts; unit += x.num_warps()) {
-        const int token = unit / cut.parts, first_byte = unit % cut.parts * cut.num_bytes;
-        for (int start = first_byte + x.team.lane() * 16; start < first_byte + cut.num_bytes; start += WARP * 16)
+    const PushUnits cut = units_of_push(x.heap, x.team, num_tokens);
+    for (int unit = x.first_warp(); x.team.block < cut.num_blocks && unit < cut.num_units; unit += cut.num_blocks * x.team.num_warps()) {
+        const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
+        if (part == cut.parts) continue;
+        for (int start = first_byte + x.team.lane() * 16; start < first_byte + cut.part_bytes; start += WARP * 16)
             store_16_bytes(tokens + uint64_t(token) * x.heap.row_bytes + start, hashed_row(x.call.seed, x.heap.pe, magic, token, start / 16));
     }
     __syncwarp();
@@ -187,12 +188,13 @@ extern "C" __global__ void __launch_bounds__(inc::RANK_THREADS, 1)
     if (clerk) result.clock_begin = clock64(), result.timer_begin = timer_ns();
     run(exchange);
     if (clerk) result.clock_end = clock64(), result.timer_end = timer_ns();
-    if (finish_packet(heap, exchange.team, Packet::LEAVE, 0) && exchange.team.thread == 0) *counter += call.num_microbatches;
+    if (finish_packet(heap, exchange.team, Packet::LEAVE, 0, exchange.team.num_blocks) && exchange.team.thread == 0) *counter += call.num_microbatches;
 }
 
 // A rank leaves: its stop word on every switch says which magic it will not send. One thread.
 extern "C" __global__ void stop_kernel(const __grid_constant__ inc::Heap heap) {
     using namespace inc;
+    Link::quiet();
     const uint64_t word = signal_word(*own<uint64_t>(heap, RankRegion::magic) + 1, true);
     signal(heap, {heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::stop, heap.pe)}, word);
     signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::stop, heap.pe)}, word);

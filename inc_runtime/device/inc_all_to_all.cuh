@@ -28,9 +28,8 @@ struct ReceivedRows {
     int num_rows;
 };
 
-// One routing record, written by one warp; unused columns hold expert -1. Twin: write_routing in microbatch.py.
-__device__ inline void write_record(const Heap& heap, char* record, const RoutedTokens& routed, int token, int lane) {
-    uint32_t* words = reinterpret_cast<uint32_t*>(record);
+// One routing record, written here and put there by one warp; unused columns hold expert -1. Twin: write_routing in microbatch.py.
+__device__ inline void put_record(const Heap& heap, char* record, Remote target, const RoutedTokens& routed, int token, int lane) {
     for (int word = lane; word < 2 + 2 * heap.top_k; word += WARP) {
         const int column = word < 2 + heap.top_k ? word - 2 : word - 2 - heap.top_k;
         const bool id = word < 2 + heap.top_k, used = column < routed.top_k;
@@ -38,9 +37,13 @@ __device__ inline void write_record(const Heap& heap, char* record, const Routed
         if (word == 0) value = token;
         else if (word == 1) value = heap.pe;
         else if (used) value = id ? uint32_t(routed.expert_ids[token * routed.top_k + column]) : routed.weights[token * routed.top_k + column];
-        words[word] = value;
+        reinterpret_cast<uint32_t*>(record)[word] = value;
+        if constexpr (!Link::STAGED) reinterpret_cast<uint32_t*>(address(heap, target))[word] = value;
     }
-    __syncwarp();
+    if constexpr (Link::STAGED) {
+        __syncwarp();
+        Link::put_words(heap, record, heap.record_bytes, lane, 1, [&](int) { return target; });
+    }
 }
 
 // The header of this rank's put, by one warp. Twin: write_header in microbatch.py.
@@ -53,47 +56,46 @@ __device__ inline void write_header(const Heap& heap, int64_t* header, const Rou
     __syncwarp();
 }
 
-// How the rows of one push are cut, so that few rows still keep many warps busy.
-struct RowParts {
-    int parts, num_bytes;
+// How one push is cut into units, one per warp: `parts` of a row each, and its record. Few rows still keep many warps busy.
+struct PushUnits {
+    int parts, part_bytes, num_units, num_blocks;
 };
 
-__device__ inline RowParts parts_of_push(const Heap& heap, const Team& team, int num_tokens) {
-    const int parts = parts_of_row(num_tokens, team.num_blocks * team.num_warps(), heap.row_bytes);
-    return {parts, int(heap.row_bytes) / parts};
+__device__ inline PushUnits units_of_push(const Heap& heap, const Team& team, int num_tokens) {
+    const int parts = parts_of_row(num_tokens, team.num_warps() - 1, heap.row_bytes), units = num_tokens * (parts + 1);
+    return {parts, int(heap.row_bytes) / parts, units, max(1, min(team.num_blocks, (units + team.num_warps()) / team.num_warps()))};
 }
 
 // Put the microbatch into this rank's slot on the dispatch switch. Every block of the team calls it; returns before it has landed.
 __device__ inline void push_microbatch(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed) {
     const uint64_t slot = slot_of(magic, heap.depth), inbox = slot * heap.num_ranks + heap.pe;
-    const int lane = team.lane(), num_warps = team.num_blocks * team.num_warps();
-    const RowParts cut = parts_of_push(heap, team, routed.num_tokens);
-    const int parts = cut.parts, part_bytes = cut.num_bytes;
-    for (int unit = team.block * team.num_warps() + team.warp(); unit < routed.num_tokens * parts; unit += num_warps) {
-        const int token = unit / parts, first_byte = unit % parts * part_bytes;
+    const PushUnits cut = units_of_push(heap, team, routed.num_tokens);
+    if (team.block >= cut.num_blocks) return;
+    const int lane = team.lane();
+    for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units; unit += cut.num_blocks * team.num_warps()) {
+        const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
+        if (part == cut.parts) {
+            const Remote target{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
+            put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), target, routed, token, lane);
+            continue;
+        }
         const char* source = routed.tokens + uint64_t(token) * heap.row_bytes + first_byte;
         if constexpr (Link::STAGED) {
             char* staged = own<char>(heap, RankRegion::tokens, slot, token) + first_byte;
-            for (int start = lane * 16; start < part_bytes; start += WARP * 16) store_16_bytes(staged + start, load_16_bytes(source + start));
+            for (int start = lane * 16; start < cut.part_bytes; start += WARP * 16) store_16_bytes(staged + start, load_16_bytes(source + start));
             source = staged;
         }
-        Link::put_row(heap, source, part_bytes, lane, 1, [&](int) {
+        Link::put_row(heap, source, cut.part_bytes, lane, 1, [&](int) {
             return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_tokens, inbox, token) + first_byte};
         });
-        if (first_byte != 0) continue;
-        char* record = own<char>(heap, RankRegion::tokens_routing, slot, token);
-        write_record(heap, record, routed, token, lane);
-        Link::put_words(heap, record, heap.record_bytes, lane, 1, [&](int) {
-            return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
-        });
     }
-    if (team.block == 0 && team.warp() == team.num_warps() - 1) {
+    if (team.block == cut.num_blocks - 1 && team.warp() == team.num_warps() - 1) {
         int64_t* header = own<int64_t>(heap, RankRegion::tokens_header, slot, 0);
         write_header(heap, header, routed, magic, lane);
         Link::put_words(heap, reinterpret_cast<const char*>(header), HEADER_FIELDS * 8, lane, 1,
                         [&](int) { return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_header, inbox)}; });
     }
-    if (finish_packet(heap, team, Packet::PUSH, slot) && team.thread == 0)
+    if (finish_packet(heap, team, Packet::PUSH, slot, cut.num_blocks) && lane == 0)
         signal(heap, {heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::tokens_arrived, slot, heap.pe)},
                signal_word(magic, routed.num_tokens > 0));
 }
@@ -110,10 +112,11 @@ __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, 
     return true;
 }
 
-// Tell the combine switch that the partial sums stand in expert_rows. Every block calls it once it has written its share.
+// Tell the combine switch that the partial sums stand in expert_rows. Every block calls it once it has written its share, also one that
+// had none: a rank's blocks meet here once per microbatch, so none of them can fall a whole ring behind and read a header of a later one.
 __device__ inline void publish_partial_sums(const Heap& heap, const Team& team, uint64_t magic) {
     const uint64_t slot = slot_of(magic, heap.depth);
-    if (finish_packet(heap, team, Packet::PUBLISH, slot) && team.thread == 0)
+    if (finish_packet(heap, team, Packet::PUBLISH, slot, team.num_blocks) && team.lane() == 0)
         signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::partial_sums_ready, slot, heap.pe)}, signal_word(magic, true));
 }
 

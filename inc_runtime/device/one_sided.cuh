@@ -1,9 +1,9 @@
 // The verbs of the protocol on the device. Twin: inc_runtime/one_sided.py; same names, same ordering guarantees.
 //
 // A PE acts through a Team of blocks. A put of several segments is one packet: each warp copies its share with `put_row` and
-// `put_words`, then every block calls `finish_packet`; in the last one it returns true, and that block signals. Ordering: the
-// copies of a block happen before its barrier, its fence and its arrival at the counter; the last block fences again before the
-// word, so whoever sees the word sees the bytes of all blocks.
+// `put_words`, then every block that took part calls `finish_packet`; it returns true in the first warp of the last block, whose lanes
+// signal. Ordering: the copies of a block happen before its barrier, the fence of its first warp and its arrival at the counter; the last
+// block fences again before the words, so whoever sees a word sees the bytes of all blocks.
 //
 // Two links: DirectLink stores to and loads from the peers' mapped slabs; NvshmemLink goes through NVSHMEM's device API and
 // stages every source in the heap. Waits on: flags of this PE. Writes: peers' regions, flags, and on failure the error record.
@@ -77,6 +77,24 @@ __device__ inline void store_word(void* word, uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Release and acquire for the whole system; with relaxed accesses around it.
+__device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ inline void store_word_after_fence(void* word, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Words between the blocks of one PE.
+__device__ inline uint64_t load_word_of_gpu(const void* word) {
+    uint64_t value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ inline void store_word_of_gpu(void* word, uint64_t value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 __device__ inline uint4 load_16_bytes(const char* source) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -139,9 +157,10 @@ struct DirectLink {
     // Where this warp can read a row of a peer: in place.
     static __device__ const char* get_row(const Heap& heap, Remote row, int num_bytes, char* landing) { return address(heap, row); }
 
-    static __device__ void quiet() { __threadfence_system(); }
+    static __device__ void quiet() { fence_system(); }
 
-    static __device__ void raise(const Heap& heap, Remote flag, uint64_t word) { store_word(address(heap, flag), word); }
+    // Behind a `quiet` of the same thread.
+    static __device__ void raise(const Heap& heap, Remote flag, uint64_t word) { store_word_after_fence(address(heap, flag), word); }
 };
 
 #if defined(INC_VERBS_NVSHMEM)
@@ -170,7 +189,7 @@ struct NvshmemLink {
 
     static __device__ void quiet() {
         nvshmem_quiet();
-        __threadfence_system();
+        fence_system();
     }
 
     static __device__ void raise(const Heap& heap, Remote flag, uint64_t word) {
@@ -198,9 +217,9 @@ __device__ inline bool claim_error(const Heap& heap) { return atomicCAS(&workspa
 
 // Publish the record that the claimant has filled, and raise the abort word of every PE that has none. The first abort wins.
 __device__ inline void publish_error(const Heap& heap) {
-    __threadfence_system();
+    fence_system();
     *const_cast<volatile uint32_t*>(&error_record(heap).state) = 1;
-    __threadfence_system();
+    Link::quiet();
     const uint64_t offset = offset_of(heap, RankRegion::abort);  // the first region of every role
     for (int pe = 0; pe < heap.num_pes; ++pe) Link::raise(heap, {pe, offset}, signal_word(heap.pe + 1, true));
 }
@@ -243,8 +262,9 @@ struct Watch {
     const char* stop_words;  // a switch while idle: no limit until the first arrival, ends when all ranks have stopped
 };
 
-constexpr uint32_t POLLS_PER_CHECK = 16;      // abort and clock are read once in so many polls
-constexpr uint32_t POLLS_BEFORE_SLEEP = 4096; // about 3 ms on H200; results/README.md
+constexpr uint32_t POLLS_PER_CHECK = 16;       // the clock is read once in so many polls
+constexpr uint32_t POLLS_PER_STOP_CHECK = 64;  // and the stop words
+constexpr uint32_t POLLS_BEFORE_SLEEP = 4096;
 constexpr uint32_t WAIT_SLEEP_NS = 100, IDLE_SLEEP_NS = 1000;
 
 __device__ inline void report_timeout(const Heap& heap, const Watch& watch, uint64_t word, uint32_t arrived, uint64_t waited_ns, int lane) {
@@ -263,27 +283,30 @@ __device__ inline void report_timeout(const Heap& heap, const Watch& watch, uint
     publish_error(heap);
 }
 
-// One warp waits. Acquire: what the senders put before their words is visible to the warp, and after a barrier to the team.
+// One warp waits. Acquire: what the senders put before their words is visible to the warp, and after a barrier to the team. The last lane
+// watches the abort word, where it has no flag.
 __device__ inline Waited poll(const Heap& heap, const Watch& watch, int lane) {
-    const bool watching = watch.pending >> lane & 1;
-    const char* flag = watch.flags + lane * watch.stride;
+    const bool watching = watch.pending >> lane & 1, sentinel = lane == WARP - 1 && !watching;
+    const char* word_of_lane = sentinel ? own<char>(heap, RankRegion::abort) : watch.flags + lane * watch.stride;
     const uint64_t threshold = arrival_threshold(watch.magic);
     uint64_t begun = 0;
     for (uint32_t polls = 1;; ++polls) {
-        const uint64_t word = watching ? load_word(flag) : 0;
+        const uint64_t word = watching || sentinel ? load_word(word_of_lane) : 0;
         const uint32_t arrived = __ballot_sync(ALL_LANES, watching && word >= threshold);
         if (watch.all ? arrived == watch.pending : arrived != 0) return {Outcome::ARRIVED, arrived};
+        if (__any_sync(ALL_LANES, sentinel && word != 0)) return {Outcome::ABORTED, 0};
         if (polls % POLLS_PER_CHECK) continue;
-        if (aborted(heap)) return {Outcome::ABORTED, 0};
+        if (watch.pending >> (WARP - 1) && aborted(heap)) return {Outcome::ABORTED, 0};
         const bool idle = watch.stop_words != nullptr && arrived == 0;
-        const uint64_t now = timer_ns();
+        const uint64_t now = __shfl_sync(ALL_LANES, timer_ns(), 0);
         if (idle) {
-            const bool rank = lane < heap.num_ranks;
-            const bool stopped = !rank || load_word(watch.stop_words + 8 * lane) >= threshold;
-            if (__all_sync(ALL_LANES, stopped)) return {Outcome::STOPPED, 0};
+            if (polls % POLLS_PER_STOP_CHECK == 0) {
+                const bool stopped = lane >= heap.num_ranks || load_word(watch.stop_words + 8 * lane) >= threshold;
+                if (__all_sync(ALL_LANES, stopped)) return {Outcome::STOPPED, 0};
+            }
         } else if (begun == 0) {
             begun = now;
-        } else if (__any_sync(ALL_LANES, now > begun + heap.wait_limit_ns)) {
+        } else if (now > begun + heap.wait_limit_ns) {
             report_timeout(heap, watch, word, arrived, now - begun, lane);
             return {Outcome::ABORTED, 0};
         }
@@ -310,24 +333,25 @@ __device__ inline bool wait_until(const Heap& heap, const Team& team, const char
 
 // --- packets ------------------------------------------------------------------------------------------------------------
 
-// Every block of the team calls it once it has copied its share. True in all threads of the last block, which then signals.
-__device__ inline bool finish_packet(const Heap& heap, const Team& team, Packet packet, uint64_t slot) {
-    __shared__ bool last;
+// Each of the `num_blocks` blocks that fill a packet calls it once it has copied its share. Begins with a barrier. True in all lanes of
+// the first warp of the last block, which then signal; false elsewhere.
+__device__ inline bool finish_packet(const Heap& heap, const Team& team, Packet packet, uint64_t slot, int num_blocks) {
     team.sync();
-    if (team.thread == 0) {
-        Link::quiet();
-        uint64_t& finished = workspace(heap).finished[int(packet)][slot];
-        last = team.num_blocks == 1 || atomicAdd(reinterpret_cast<unsigned long long*>(&finished), 1ull) == team.num_blocks - 1;
-        if (last) {
-            finished = 0;  // used again a whole ring later, behind the words that this block raises
-            __threadfence_system();
-        }
+    if (team.warp() != 0) return false;
+    Link::quiet();
+    if (num_blocks == 1) return true;
+    bool last = false;
+    if (team.lane() == 0) {
+        unsigned long long* finished = reinterpret_cast<unsigned long long*>(&workspace(heap).finished[int(packet)][slot]);
+        last = atomicAdd(finished, 1ull) == num_blocks - 1;
+        if (last) *finished = 0;  // used again a whole ring later, behind the words that this block raises
     }
-    team.sync();
+    last = __shfl_sync(ALL_LANES, last, 0);
+    if (last) fence_system();
     return last;
 }
 
-// Raise a flag with no payload of its own. One thread.
+// Raise a flag behind `finish_packet`. One lane.
 __device__ inline void signal(const Heap& heap, Remote flag, uint64_t word) { Link::raise(heap, flag, word); }
 
 }  // namespace inc

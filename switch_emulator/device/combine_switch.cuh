@@ -132,50 +132,55 @@ __device__ inline Waited next_ranks(const Heap& heap, const Team& team, uint32_t
     return waited;
 }
 
-// Words of one microbatch, by the last block.
-__device__ inline void signal_combined(const Heap& heap, const Team& team, const RegroupShared& shared, uint64_t slot, uint64_t magic) {
-    if (team.thread < heap.num_ranks) {
-        const bool payload = shared.first[team.thread + 1] > shared.first[team.thread];
-        signal(heap, {team.thread, offset_of(heap, RankRegion::token_sums_arrived, slot, 0)}, signal_word(magic, payload));
-    } else if (team.thread == heap.num_ranks) {
-        *own<uint64_t>(heap, CombineSwitchRegion::magic) = magic;
+// Words of one microbatch, by one warp.
+__device__ inline void signal_combined(const Heap& heap, const RegroupShared& shared, uint64_t slot, uint64_t magic, int lane) {
+    if (lane < heap.num_ranks) {
+        const bool payload = shared.first[lane + 1] > shared.first[lane];
+        signal(heap, {lane, offset_of(heap, RankRegion::token_sums_arrived, slot, 0)}, signal_word(magic, payload));
     }
+    if (lane == 0) *own<uint64_t>(heap, CombineSwitchRegion::magic) = magic;
 }
 
-// One pass of a block over its run of tokens.
-__device__ inline void combine_run(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, Tile& tile, const Pass& pass,
-                                   int begin, int end, uint64_t slot, uint64_t magic) {
-    const bool placed = pass.done != 0 && end - begin <= SWITCH_THREADS;  // a single tile is still in shared memory
-    if (!placed) {
-        team.sync();
-        if (team.thread < heap.num_ranks) shared.before[team.thread] = 0;
-        team.sync();
-        count_rows_before(heap, team, senders, shared, begin, magic);
-    }
-    for (tile.begin = begin; tile.begin < end; tile.begin += SWITCH_THREADS) {
-        tile.num_tokens = min(SWITCH_THREADS, end - tile.begin);
-        if (!placed) place_tile(heap, team, senders, shared, tile, magic);
+// The run of tokens of one block, and how far it is.
+struct CombineRun {
+    const Senders& senders;
+    int begin, end;
+    uint64_t slot, magic;
+
+    __device__ bool single_tile() const { return end - begin <= SWITCH_THREADS; }
+};
+
+// One pass of a block over its run. A single tile was placed before the first rank was ready; more are placed anew in every pass.
+__device__ inline bool combine_run(const Heap& heap, const Team& team, const CombineRun& run, RegroupShared& shared, Tile& tile, const Pass& pass) {
+    if (!run.single_tile() && !count_rows_before(heap, team, run.senders, shared, run.begin, run.end, run.magic)) return false;
+    for (tile.begin = run.begin; tile.begin < run.end; tile.begin += SWITCH_THREADS) {
+        tile.num_tokens = min(SWITCH_THREADS, run.end - tile.begin);
+        if (!run.single_tile()) place_tile(heap, team, run.senders, shared, tile, run.magic);
         const int parts = parts_of_row(tile.num_tokens, team.num_warps(), heap.row_bytes), part_bytes = heap.row_bytes / parts;
         for (int unit = team.warp(); unit < tile.num_tokens * parts; unit += team.num_warps())
-            combine_token(heap, team, shared, tile, pass, unit / parts, unit % parts, part_bytes, slot);
+            combine_token(heap, team, shared, tile, pass, unit / parts, unit % parts, part_bytes, run.slot);
     }
+    return true;
 }
 
 // Sum and return one microbatch. Every block of the switch calls it.
 __device__ inline Outcome serve_combine_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, uint64_t magic,
                                                    const SwitchArguments& arguments) {
     const uint64_t slot = slot_of(magic, heap.depth);
-    const Waited plan = wait_until_some(heap, team,
-                                        {own<char>(heap, CombineSwitchRegion::plan_arrived, slot, 0), 0, 1, true, Tag::COMBINE_PLAN, magic,
-                                         own<char>(heap, CombineSwitchRegion::stop)});
-    if (plan.outcome != Outcome::ARRIVED) return plan.outcome;
+    const Watch watch{own<char>(heap, CombineSwitchRegion::plan_arrived, slot, 0), 0, 1, true, Tag::COMBINE_PLAN, magic,
+                      own<char>(heap, CombineSwitchRegion::stop)};
     const Senders senders{own<char>(heap, CombineSwitchRegion::plan_header, slot, 0, 0), place_of(heap, CombineSwitchRegion::plan_header).stride[2],
                           own<char>(heap, CombineSwitchRegion::plan_routing, slot, 0, 0),
                           place_of(heap, CombineSwitchRegion::plan_routing).stride[2], Tag::COMBINE_PLAN};
-    if (!read_headers(heap, team, senders, arguments.replay_plan ? uint64_t(header_field(senders, 0, Header::STEP)) : magic, shared))
-        return Outcome::ABORTED;
-    const int num_tokens = shared.first[heap.num_ranks];
-    const int begin = int(int64_t(num_tokens) * team.block / team.num_blocks), end = int(int64_t(num_tokens) * (team.block + 1) / team.num_blocks);
+    open_microbatch(heap, team, watch, senders, arguments.replay_plan, shared);
+    if (shared.outcome != Outcome::ARRIVED || shared.num_blocks == 0) return shared.outcome;
+    const int num_blocks = shared.num_blocks, num_tokens = shared.first[heap.num_ranks];
+    const CombineRun run{senders, int(int64_t(num_tokens) * team.block / num_blocks), int(int64_t(num_tokens) * (team.block + 1) / num_blocks), slot, magic};
+    if (run.single_tile()) {
+        if (!count_rows_before(heap, team, senders, shared, run.begin, run.end, magic)) return Outcome::ABORTED;
+        tile.begin = run.begin, tile.num_tokens = run.end - run.begin;
+        place_tile(heap, team, senders, shared, tile, magic);
+    }
     uint32_t pending = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
     Pass pass{0, 0};
     uint64_t arrived_ns = 0;
@@ -185,13 +190,13 @@ __device__ inline Outcome serve_combine_microbatch(const Heap& heap, const Team&
         if (arrived_ns == 0) arrived_ns = timer_ns();
         pass = {waited.arrived, pass.done | pass.ready};
         pending &= ~waited.arrived;
-        if (begin < end) combine_run(heap, team, senders, shared, tile, pass, begin, end, slot, magic);
+        if (!combine_run(heap, team, run, shared, tile, pass)) return Outcome::ABORTED;
     }
-    if (team.block == team.num_blocks - 1 && team.thread < heap.num_ranks)  // the last run has counted all rows
+    if (team.block == num_blocks - 1 && team.thread < heap.num_ranks)  // the last run has counted all rows
         atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_pulled), (unsigned long long)shared.before[team.thread]);
-    if (finish_packet(heap, team, Packet::COMBINE, slot)) {
-        signal_combined(heap, team, shared, slot, magic);
-        if (team.thread == 0) record_moment(arguments, magic, arrived_ns, num_tokens);
+    if (finish_packet(heap, team, Packet::COMBINE, slot, num_blocks)) {
+        signal_combined(heap, shared, slot, magic, team.lane());
+        if (team.lane() == 0) record_moment(arguments, magic, arrived_ns, num_tokens);
     }
     return Outcome::ARRIVED;
 }

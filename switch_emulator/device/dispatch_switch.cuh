@@ -4,31 +4,65 @@
 // Waits on: tokens_arrived of every rank. Signals: expert_rows_arrived on every rank, payload or not; plan_arrived on the combine
 // switch. Reads: its inbox, each row once. Writes: expert_rows [rows, H] and its records and header on the expert ranks;
 // plan_header and plan_routing on the combine switch.
-// Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric egress.
+// Few tokens go by loads and stores, a row cut over several warps; many by the bulk copy engine, four warps a block, while the other warps
+// copy the records. Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric egress.
 #pragma once
 
+#include "../../inc_runtime/device/bulk_copy.cuh"
 #include "regroup.cuh"
 
 namespace inc {
 
-// Send one token to every rank that needs it, and its record to the combine switch as well. One warp, one part of the row.
-__device__ inline void multicast_token(const Heap& heap, const RegroupShared& shared, const Senders& senders, const Tile& tile, int index,
-                                       int part, int part_bytes, uint64_t slot, int lane) {
-    const int token = tile.begin + index, sender = sender_of(shared, token), row = token - shared.first[sender];
-    const uint32_t mask = tile.mask[index];
-    const int* rows = tile.rows + index * heap.num_ranks;
-    const char* source = own<char>(heap, DispatchSwitchRegion::inbox_tokens, slot * heap.num_ranks + sender, row) + part * part_bytes;
-    const uint64_t expert_rows = offset_of(heap, RankRegion::expert_rows, slot) + part * part_bytes;
-    Link::put_row(heap, source, part_bytes, lane, mask,
-                  [&](int rank) { return Remote{rank, expert_rows + uint64_t(rows[rank]) * heap.row_bytes}; });
-    if (part != 0) return;
-    const char* record = record_of(heap, senders, shared, token, sender);
-    const uint64_t records = offset_of(heap, RankRegion::expert_rows_routing, slot);
-    Link::put_words(heap, record, heap.record_bytes, lane, mask,
-                    [&](int rank) { return Remote{rank, records + uint64_t(rows[rank]) * heap.record_bytes}; });
-    Link::put_words(heap, record, heap.record_bytes, lane, 1, [&](int) {
-        return Remote{heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_routing, slot, 0, sender) + uint64_t(row) * heap.record_bytes};
-    });
+// What the copies of one tile have in common.
+struct DispatchTile {
+    const Heap& heap;
+    const RegroupShared& shared;
+    const Senders& senders;
+    const Tile& tile;
+    const uint64_t slot;
+
+    __device__ int sender(int index) const { return sender_of(shared, tile.begin + index); }
+    __device__ int row_of_sender(int index) const { return tile.begin + index - shared.first[sender(index)]; }
+    __device__ uint64_t row_of_rank(int index, int rank) const { return tile.rows[index * heap.num_ranks + rank]; }
+    __device__ const char* source(int index) const {
+        return own<char>(heap, DispatchSwitchRegion::inbox_tokens, slot * heap.num_ranks + sender(index), row_of_sender(index));
+    }
+    __device__ Remote target(int index, int rank) const {
+        return {rank, offset_of(heap, RankRegion::expert_rows, slot) + row_of_rank(index, rank) * heap.row_bytes};
+    }
+};
+
+// The record of one token, to every rank that needs the token and to the combine switch. One warp.
+__device__ inline void multicast_record(const DispatchTile& t, int index, int lane) {
+    const int sender = t.sender(index);
+    const uint64_t records = offset_of(t.heap, RankRegion::expert_rows_routing, t.slot), row = t.row_of_sender(index);
+    const char* record = record_of(t.heap, t.senders, t.shared, t.tile.begin + index, sender);
+    const Remote plan{t.heap.combine_switch, offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, sender) + row * t.heap.record_bytes};
+    Link::put_words(t.heap, record, t.heap.record_bytes, lane, t.tile.mask[index],
+                    [&](int rank) { return Remote{rank, records + t.row_of_rank(index, rank) * t.heap.record_bytes}; });
+    Link::put_words(t.heap, record, t.heap.record_bytes, lane, 1, [&](int) { return plan; });
+}
+
+// Send the tokens of one tile. `ring` is this warp's, for the first BULK_WARPS warps. All warps of the block.
+__device__ inline void multicast_tile(const DispatchTile& t, const Team& team, RowRing& ring) {
+    const int num_tokens = t.tile.num_tokens, warp = team.warp(), num_warps = team.num_warps(), lane = team.lane();
+    const int parts = parts_of_row(num_tokens, num_warps - num_tokens, t.heap.row_bytes), part_bytes = t.heap.row_bytes / parts;
+    if (!Link::STAGED && num_tokens > num_warps / 2 && ring.num_buffers >= MIN_ROW_BUFFERS) {
+        if (warp < BULK_WARPS) {
+            const auto index = [&](int i) { return i * BULK_WARPS + warp; };
+            multicast_rows(ring, (num_tokens - warp + BULK_WARPS - 1) / BULK_WARPS, lane, [&](int i) { return t.source(index(i)); },
+                           [&](int i) { return t.tile.mask[index(i)]; }, [&](int i, int rank) { return address(t.heap, t.target(index(i), rank)); });
+        } else {
+            for (int i = warp - BULK_WARPS; i < num_tokens; i += num_warps - BULK_WARPS) multicast_record(t, i, lane);
+        }
+        return;
+    }
+    for (int unit = warp; unit < num_tokens * (parts + 1); unit += num_warps) {
+        const int i = unit / (parts + 1), part = unit % (parts + 1), first_byte = part * part_bytes;
+        if (part == parts) multicast_record(t, i, lane);
+        else Link::put_row(t.heap, t.source(i) + first_byte, part_bytes, lane, t.tile.mask[i],
+                           [&](int rank) { return Remote{rank, t.target(i, rank).offset + first_byte}; });
+    }
 }
 
 // Header of the packet of each expert rank, once the totals are known: the first sender's with NUM_ROWS replaced.
@@ -54,51 +88,45 @@ __device__ inline void forward_plan_headers(const Heap& heap, const Team& team, 
         });
 }
 
-// Words of one microbatch, by the last block: every rank is signalled, also one that gets no row.
-__device__ inline void signal_dispatched(const Heap& heap, const Team& team, uint64_t slot, uint64_t magic) {
-    volatile uint32_t* totals = workspace(heap).total_rows[slot];
-    if (team.thread < heap.num_ranks) {
-        const bool payload = totals[team.thread] > 0;
-        atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_sent), (unsigned long long)totals[team.thread]);
-        signal(heap, {team.thread, offset_of(heap, RankRegion::expert_rows_arrived, slot, 0, 0)}, signal_word(magic, payload));
-    } else if (team.thread == heap.num_ranks) {
+// Words of one microbatch, by one warp: every rank is signalled, also one that gets no row.
+__device__ inline void signal_dispatched(const Heap& heap, uint64_t slot, uint64_t magic, int lane) {
+    if (lane < heap.num_ranks) {
+        const uint32_t total = *reinterpret_cast<volatile uint32_t*>(&workspace(heap).total_rows[slot][lane]);
+        signal(heap, {lane, offset_of(heap, RankRegion::expert_rows_arrived, slot, 0, 0)}, signal_word(magic, total > 0));
+        atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_sent), (unsigned long long)total);
+    }
+    if (lane == 0) {
         signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_arrived, slot, 0)}, signal_word(magic, true));
         *own<uint64_t>(heap, DispatchSwitchRegion::magic) = magic;
     }
 }
 
 // Collect one microbatch of all ranks and multicast it. Every block of the switch calls it.
-__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, uint64_t magic,
+__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, RowRing& ring, uint64_t magic,
                                                     const SwitchArguments& arguments) {
     const uint64_t slot = slot_of(magic, heap.depth), inbox = slot * heap.num_ranks;
-    const Place& flags = place_of(heap, DispatchSwitchRegion::tokens_arrived);
     const uint32_t everyone = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
-    const Waited waited = wait_until_some(heap, team,
-                                          {own<char>(heap, DispatchSwitchRegion::tokens_arrived, slot, 0), flags.stride[1], everyone, true,
-                                           Tag::DISPATCH_TOKENS, magic, own<char>(heap, DispatchSwitchRegion::stop)});
-    if (waited.outcome != Outcome::ARRIVED) return waited.outcome;
+    const Watch watch{own<char>(heap, DispatchSwitchRegion::tokens_arrived, slot, 0), place_of(heap, DispatchSwitchRegion::tokens_arrived).stride[1],
+                      everyone, true, Tag::DISPATCH_TOKENS, magic, own<char>(heap, DispatchSwitchRegion::stop)};
+    const Senders senders{own<char>(heap, DispatchSwitchRegion::inbox_header, inbox), place_of(heap, DispatchSwitchRegion::inbox_header).stride[0],
+                          own<char>(heap, DispatchSwitchRegion::inbox_routing, inbox), place_of(heap, DispatchSwitchRegion::inbox_routing).stride[0],
+                          Tag::DISPATCH_TOKENS};
+    open_microbatch(heap, team, watch, senders, false, shared);
+    if (shared.outcome != Outcome::ARRIVED || shared.num_blocks == 0) return shared.outcome;
     const uint64_t arrived_ns = timer_ns();
-    const Senders senders{own<char>(heap, DispatchSwitchRegion::inbox_header, inbox),
-                          place_of(heap, DispatchSwitchRegion::inbox_header).stride[0],
-                          own<char>(heap, DispatchSwitchRegion::inbox_routing, inbox),
-                          place_of(heap, DispatchSwitchRegion::inbox_routing).stride[0], Tag::DISPATCH_TOKENS};
-    if (!read_headers(heap, team, senders, magic, shared)) return Outcome::ABORTED;
-    const int num_tokens = shared.first[heap.num_ranks];
-    const int begin = int(int64_t(num_tokens) * team.block / team.num_blocks), end = int(int64_t(num_tokens) * (team.block + 1) / team.num_blocks);
-    const bool last_run = team.block == team.num_blocks - 1;
-    if (begin < end || last_run) count_rows_before(heap, team, senders, shared, begin, magic);
+    const int num_blocks = shared.num_blocks, num_tokens = shared.first[heap.num_ranks];
+    const int begin = int(int64_t(num_tokens) * team.block / num_blocks), end = int(int64_t(num_tokens) * (team.block + 1) / num_blocks);
+    if (!count_rows_before(heap, team, senders, shared, begin, end, magic)) return Outcome::ABORTED;
     for (tile.begin = begin; tile.begin < end; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, end - tile.begin);
         place_tile(heap, team, senders, shared, tile, magic);
-        const int parts = parts_of_row(tile.num_tokens, team.num_warps(), heap.row_bytes), part_bytes = heap.row_bytes / parts;
-        for (int unit = team.warp(); unit < tile.num_tokens * parts; unit += team.num_warps())
-            multicast_token(heap, shared, senders, tile, unit / parts, unit % parts, part_bytes, slot, team.lane());
+        multicast_tile({heap, shared, senders, tile, slot}, team, ring);
     }
     if (team.block == 0) forward_plan_headers(heap, team, senders, slot);
-    if (last_run) put_packet_headers(heap, team, shared, senders, slot);
-    if (finish_packet(heap, team, Packet::DISPATCH, slot)) {
-        signal_dispatched(heap, team, slot, magic);
-        if (team.thread == 0) record_moment(arguments, magic, arrived_ns, num_tokens);
+    if (team.block == num_blocks - 1) put_packet_headers(heap, team, shared, senders, slot);
+    if (finish_packet(heap, team, Packet::DISPATCH, slot, num_blocks)) {
+        signal_dispatched(heap, slot, magic, team.lane());
+        if (team.lane() == 0) record_moment(arguments, magic, arrived_ns, num_tokens);
     }
     return Outcome::ARRIVED;
 }

@@ -1,10 +1,11 @@
 // Which expert ranks need each token, and where its row stands in their slots. Twin: rows_of_sender in dispatch_switch.py and
 // CombinePlan in combine_plan.py; both switches run this on the same records, so they agree without exchanging positions.
 //
-// Tokens of one microbatch are numbered through, sender by sender. The row of a token in the slot of an expert rank is the number
-// of earlier tokens that need that rank. Each block of the switch has a run of tokens, counts the tokens before it, then places its
-// own tile by tile. Reads: headers and routing records of this PE's heap. Writes: shared memory.
-// Cost: each block reads the expert ids of all tokens before its own; not measured alone yet.
+// Tokens of one microbatch are numbered through, sender by sender. The row of a token in the slot of an expert rank is the number of
+// earlier tokens that need that rank. The first block of a switch opens a microbatch: it alone watches the senders, reads the headers and
+// says how many blocks take part, so that few tokens cost no meeting of blocks. Each of them counts the rows of its own run of tokens, adds
+// the counts of the blocks before it, and places its tokens tile by tile. Reads: headers and routing records of this PE's heap. Writes:
+// shared memory, and its words in the workspace. Cost: one exchange of words between blocks; not measured alone yet.
 #pragma once
 
 #include "../../inc_runtime/device/one_sided.cuh"
@@ -42,6 +43,8 @@ struct RegroupShared {
     int before[MAX_RANKS];     // rows of each expert rank before the next tile
     int warp_rows[SWITCH_WARPS][MAX_RANKS];
     int num_experts;
+    int num_blocks;  // blocks that take part in this microbatch; 0 where this block has nothing to do
+    Outcome outcome;
 };
 
 // One tile: mask[i] the ranks that need token i, rows[i * num_ranks + rank] its row there. In dynamic shared memory.
@@ -51,48 +54,85 @@ struct Tile {
     int begin, num_tokens;
 };
 
-inline constexpr int tile_bytes(int num_ranks) { return SWITCH_THREADS * 4 * (1 + num_ranks); }
+inline __host__ __device__ int tile_bytes(int num_ranks) { return SWITCH_THREADS * 4 * (1 + num_ranks); }
+
+constexpr int TOKENS_PER_BLOCK = 4;  // at least, so that one token of each of four ranks is one block's work
 
 __device__ inline int64_t header_field(const Senders& senders, int sender, int field) {
     return reinterpret_cast<const int64_t*>(senders.headers + sender * senders.header_stride)[field];
 }
 
-// Refuse a header that disagrees with the heap or with sender 0's. Twin: check_header in serving.py. One thread per sender.
-__device__ inline bool check_header(const Heap& heap, const Senders& senders, int sender, uint64_t magic) {
-    const int fields[] = {Header::STEP, Header::BOUND_TOKENS, Header::MICROBATCH_TOKENS, Header::NUM_EXPERTS, Header::TOP_K, Header::HIDDEN_SIZE};
-    for (int field : fields) {
-        int64_t wanted = header_field(senders, 0, field);
+// Refuse a header that disagrees with the heap or with sender 0's. Twin: check_header in serving.py. One lane per sender.
+__device__ inline bool check_header(const Heap& heap, const Senders& senders, int sender, const int64_t (&header)[HEADER_FIELDS],
+                                    const int64_t (&first)[HEADER_FIELDS], uint64_t magic) {
+    int bad = -1;
+    int64_t expected = 0, seen = 0;
+#pragma unroll
+    for (int field = 0; field < HEADER_FIELDS; ++field) {
+        int64_t wanted = first[field];
         if (field == Header::STEP) wanted = magic;
         if (field == Header::MICROBATCH_TOKENS) wanted = heap.microbatch_tokens;
         if (field == Header::HIDDEN_SIZE) wanted = heap.hidden_size;
-        const int64_t seen = header_field(senders, sender, field);
-        if (seen == wanted) continue;
-        report_value(heap, ErrorKind::MISMATCH, senders.tag, magic, sender, field, wanted, seen);
-        return false;
+        bool good = header[field] == wanted || field == Header::LAYER;
+        if (field == Header::NUM_ROWS) good = header[field] >= 0 && header[field] <= heap.microbatch_tokens;
+        if (!good) bad = field, expected = wanted, seen = header[field];
     }
-    const int64_t rows = header_field(senders, sender, Header::NUM_ROWS);
-    if (rows >= 0 && rows <= heap.microbatch_tokens) return true;
-    report_value(heap, ErrorKind::MISMATCH, senders.tag, magic, sender, Header::NUM_ROWS, heap.microbatch_tokens, rows);
-    return false;
+    if (bad >= 0) report_value(heap, ErrorKind::MISMATCH, senders.tag, magic, sender, bad, expected, seen);
+    return bad < 0;
 }
 
-// Read all headers. Returns false where one is refused: then this PE has aborted.
-__device__ inline bool read_headers(const Heap& heap, const Team& team, const Senders& senders, uint64_t magic, RegroupShared& shared) {
-    bool good = true;
-    if (team.thread < heap.num_ranks) {
-        good = check_header(heap, senders, team.thread, magic);
-        shared.first[team.thread + 1] = good ? int(header_field(senders, team.thread, Header::NUM_ROWS)) : 0;
-        shared.before[team.thread] = 0;
+// Read all headers; the first warp. Returns false where one is refused: then this PE has aborted.
+__device__ inline bool read_headers(const Heap& heap, const Senders& senders, uint64_t magic, bool replayed, RegroupShared& shared, int lane) {
+    int64_t header[HEADER_FIELDS] = {}, first[HEADER_FIELDS];
+    const bool sends = lane < heap.num_ranks;
+#pragma unroll
+    for (int field = 0; field < HEADER_FIELDS; ++field) {
+        if (sends) header[field] = header_field(senders, lane, field);
+        first[field] = __shfl_sync(ALL_LANES, header[field], 0);
     }
-    if (team.thread == 0) {
-        shared.first[0] = 0;
-        shared.num_experts = int(header_field(senders, 0, Header::NUM_EXPERTS));
+    const bool good = !sends || check_header(heap, senders, lane, header, first, replayed ? first[Header::STEP] : magic);
+    if (!__all_sync(ALL_LANES, good)) return false;
+    int rows = int(header[Header::NUM_ROWS]);
+    for (int step = 1; step < WARP; step *= 2) {
+        const int lower = __shfl_up_sync(ALL_LANES, rows, step);
+        if (lane >= step) rows += lower;
     }
-    good = __syncthreads_and(good);
-    if (team.thread == 0)
-        for (int sender = 0; sender < heap.num_ranks; ++sender) shared.first[sender + 1] += shared.first[sender];
+    if (sends) shared.first[lane + 1] = rows;
+    if (lane == 0) shared.first[0] = 0, shared.num_experts = int(first[Header::NUM_EXPERTS]);
+    __syncwarp();
+    return true;
+}
+
+// The first block opens a microbatch, the others learn from its word whether they take part. `watch`: what the first block waits for.
+// All threads; afterwards `shared.outcome`, `num_blocks` and `first` hold for the block. A block that has fallen behind had no part.
+__device__ inline void open_microbatch(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders, bool replayed, RegroupShared& shared) {
+    uint64_t& opened = workspace(heap).opened[slot_of(watch.magic, heap.depth)];
+    const int lane = team.lane();
+    if (team.thread < WARP) {
+        Outcome outcome = Outcome::ARRIVED;
+        int num_blocks = 0;
+        if (team.block == 0) {
+            outcome = poll(heap, watch, lane).outcome;
+            if (outcome == Outcome::ARRIVED && !read_headers(heap, senders, watch.magic, replayed, shared, lane)) outcome = Outcome::ABORTED;
+            if (outcome == Outcome::ARRIVED) num_blocks = max(1, min(team.num_blocks, (shared.first[heap.num_ranks] + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK));
+            if (lane == 0 && outcome != Outcome::ABORTED) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
+        } else {
+            uint64_t word = 0;
+            for (uint32_t polls = 1; (word = load_word_of_gpu(&opened)) >> 16 < watch.magic; ++polls) {
+                if (polls % POLLS_PER_CHECK) continue;
+                if (aborted(heap)) break;
+                if (polls > POLLS_BEFORE_SLEEP) __nanosleep(IDLE_SLEEP_NS);
+            }
+            num_blocks = word >> 16 == watch.magic ? int(word & 0xffff) : 0;
+            if (word >> 16 < watch.magic) outcome = Outcome::ABORTED;
+            if (word >> 16 == watch.magic && num_blocks == 0) outcome = Outcome::STOPPED;
+            if (team.block >= num_blocks) num_blocks = 0;
+            if (num_blocks && !read_headers(heap, senders, watch.magic, replayed, shared, lane)) outcome = Outcome::ABORTED;
+        }
+        if (lane == 0) shared.outcome = outcome, shared.num_blocks = num_blocks;
+        if (lane < heap.num_ranks) shared.before[lane] = 0;
+    }
     team.sync();
-    return good;
 }
 
 __device__ inline int sender_of(const RegroupShared& shared, int token) {
@@ -107,35 +147,67 @@ __device__ inline const char* record_of(const Heap& heap, const Senders& senders
 
 // The expert ranks that need a token. An expert that does not exist is reported and reaches nobody.
 __device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token, uint64_t magic) {
-    const int sender = sender_of(shared, token);
+    constexpr int AT_ONCE = 8;  // ids loaded before the first is looked at
     if (!heap.selective) return heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
+    const int sender = sender_of(shared, token);
     const int* experts = reinterpret_cast<const int*>(record_of(heap, senders, shared, token, sender) + RoutingRecord::expert_ids_offset(heap.top_k));
     const ExpertOwners owners = expert_owners(shared.num_experts, heap.num_ranks);
     uint32_t mask = 0;
-    for (int choice = 0; choice < heap.top_k; ++choice) {
-        const int expert = experts[choice];
-        if (expert >= 0 && expert < owners.num_experts) {
-            mask |= 1u << owners.rank_of(expert);
-        } else if (expert != -1) {
-            report_value(heap, ErrorKind::BAD_EXPERT, senders.tag, magic, sender, token - shared.first[sender], owners.num_experts, expert);
+    int bad = -1;
+    for (int start = 0; start < heap.top_k; start += AT_ONCE) {
+        int ids[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) ids[i] = start + i < heap.top_k ? experts[start + i] : -1;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (ids[i] >= 0 && ids[i] < owners.num_experts) mask |= 1u << owners.rank_of(ids[i]);
+            else if (ids[i] != -1) bad = ids[i];
         }
     }
+    if (bad != -1) report_value(heap, ErrorKind::BAD_EXPERT, senders.tag, magic, sender, token - shared.first[sender], owners.num_experts, bad);
     return mask;
 }
 
-// Advance `shared.before` over the tokens before `begin`. Starts from zero; ends with a barrier.
-__device__ inline void count_rows_before(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, int begin, uint64_t magic) {
-    int own_rank = 0;
-    for (int token = team.warp() * WARP; token < begin; token += team.num_threads) {
-        const int mine = token + team.lane();
-        const uint32_t mask = mine < begin ? ranks_of_token(heap, senders, shared, mine, magic) : 0;
+// Let `shared.before` hold the rows of each rank before token `begin`, this block's first: count the run, tell the other blocks, add
+// theirs. Every block that takes part calls it. Returns false after an abort. Begins and ends with a barrier.
+__device__ inline bool count_rows_before(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, int begin, int end, uint64_t magic) {
+    const int lane = team.lane();
+    int rows_of_lane = 0;
+    team.sync();
+    if (shared.num_blocks == 1) {
+        if (team.warp() == 0 && lane < heap.num_ranks) shared.before[lane] = 0;
+        team.sync();
+        return true;
+    }
+    for (int token = begin + team.warp() * WARP; token < end; token += team.num_threads) {
+        const uint32_t mask = token + lane < end ? ranks_of_token(heap, senders, shared, token + lane, magic) : 0;
         for (int rank = 0; rank < heap.num_ranks; ++rank) {
             const int rows = __popc(__ballot_sync(ALL_LANES, mask >> rank & 1));
-            if (team.lane() == rank) own_rank += rows;
+            if (lane == rank) rows_of_lane += rows;
         }
     }
-    if (team.lane() < heap.num_ranks && own_rank) atomicAdd(&shared.before[team.lane()], own_rank);
+    shared.warp_rows[team.warp()][lane] = rows_of_lane;
     team.sync();
+    if (team.warp() == 0) {
+        const uint64_t slot = slot_of(magic, heap.depth);
+        int total = 0;
+        for (int warp = 0; warp < team.num_warps(); ++warp) total += shared.warp_rows[warp][lane];
+        workspace(heap).counted_rows[slot][team.block][lane] = total;
+        __syncwarp();
+        if (lane == 0) store_word_of_gpu(&workspace(heap).counted[slot][team.block], magic);
+        bool good = true;
+        for (int other = lane; good && other < team.block; other += WARP)
+            for (uint32_t polls = 1; good && load_word_of_gpu(&workspace(heap).counted[slot][other]) < magic; ++polls)
+                good = polls % POLLS_PER_CHECK || !aborted(heap);
+        good = __all_sync(ALL_LANES, good);
+        __syncwarp();
+        int before = 0;
+        for (int other = 0; other < team.block; ++other) before += *reinterpret_cast<volatile uint32_t*>(&workspace(heap).counted_rows[slot][other][lane]);
+        if (lane < heap.num_ranks) shared.before[lane] = before;
+        if (lane == 0 && !good) shared.outcome = Outcome::ABORTED;
+    }
+    team.sync();
+    return shared.outcome == Outcome::ARRIVED;
 }
 
 // Fill one tile and advance `shared.before` over it. Begins and ends with a barrier.

@@ -150,7 +150,7 @@ def run_fault(job: NvshmemJob, fault: str, kind: str, words: str) -> bool:
     shape, pipeline = LayerShape(num_experts=16, top_k=2, hidden_size=64, intermediate_size=64), Pipeline(8, 8)
     case = Case(fault, shape, pipeline, ((8,) * job.world.num_ranks,))
     heap = DeviceHeap(job, case.layout(job.world))
-    heap.argument["wait_limit_ns"] = int(1e9)
+    heap.argument["wait_limit_ns"] = int(heap.argument["wait_limit_ns"] / job.environment.wait_limit_s)  # one second for ranks
     job.barrier()
     seen = ""
     try:
