@@ -1,34 +1,38 @@
 // Rows through shared memory by the bulk copy engine: each row is loaded once and stored to any number of peers. Twin: none.
 //
-// One warp drives a ring of row buffers. Lane 0 starts the loads, which complete on the buffer's barrier; then lane r starts the store to
-// target r, if the row has one. A buffer is loaded again once the stores of its row have read it. Waits on: shared memory barriers.
+// One warp drives a ring of buffers for a few rows each. Lane 0 starts the loads, which complete on the buffer's barrier; then lane r starts
+// the stores to target r. A buffer is loaded again once the stores have read it. Waits on: shared memory barriers.
 // Reads: rows of this PE, which an acquire has made visible. Writes: rows on peers, complete on return.
-// Cost: one thread moves 46 GB/s over a link; 16 blocks of 4 such warps are measured in results/data/collectives_*.csv.
+// Cost: per operation about a quarter of a microsecond of an SM's engine, so neighbouring rows go as one; results/data/collectives_*.csv.
 #pragma once
 
 #include "one_sided.cuh"
 
 namespace inc {
 
-constexpr int BULK_WARPS = 4;         // warps of a block that drive a ring each; the others copy records
-constexpr int MAX_ROW_BUFFERS = 12;   // 48 rows of 4 KB in flight per block
-constexpr int STORES_BEHIND = 4;      // rows whose stores may still read their buffers while later rows are loaded
-constexpr int MIN_ROW_BUFFERS = STORES_BEHIND + 2;
-constexpr int RING_BYTES = 200 * 1024;
+constexpr int STORES_BEHIND = 2;      // groups whose stores may still read their buffers while later groups are loaded
+constexpr int MIN_ROW_BUFFERS = STORES_BEHIND + 1;
+constexpr int MAX_ROW_BUFFERS = 16;
+constexpr int RING_BYTES = 192 * 1024;
 
-// Buffers that each ring has for rows of this size; below MIN_ROW_BUFFERS rows are too wide for this path.
-inline __host__ __device__ int row_buffers(int row_bytes) {
-    const int fit = RING_BYTES / (BULK_WARPS * row_bytes);
-    return fit < MAX_ROW_BUFFERS ? fit : MAX_ROW_BUFFERS;
+// How a block uses the engine: `warps` rings of `num_buffers` buffers, each of `rows` rows. No warps: rows are too wide for this path.
+struct BulkShape {
+    int warps, rows, num_buffers;
+};
+
+inline __host__ __device__ BulkShape bulk_shape(int row_bytes, int warps, int rows) {
+    while (rows > 1 && RING_BYTES / (warps * rows * row_bytes) < MIN_ROW_BUFFERS + 1) rows /= 2;
+    const int fit = rows && warps ? RING_BYTES / (warps * rows * row_bytes) : 0;
+    return fit < MIN_ROW_BUFFERS ? BulkShape{0, 0, 0} : BulkShape{warps, rows, fit < MAX_ROW_BUFFERS ? fit : MAX_ROW_BUFFERS};
 }
 
 __device__ inline uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
-// One warp's ring. `turns` counts the rows that have gone through it, over all calls, modulo two rounds.
+// One warp's ring. `turns` counts the groups of rows that have gone through it, over all calls, modulo two rounds.
 struct RowRing {
     char* buffers;
     uint64_t* loaded;  // barriers, one per buffer
-    int num_buffers, row_bytes;
+    int num_buffers, rows, row_bytes;
     uint32_t turns;
 
     __device__ void prepare(int lane) {
@@ -37,14 +41,18 @@ struct RowRing {
         __syncwarp();
     }
 
-    __device__ uint32_t buffer(uint32_t turn) const { return shared_address(buffers) + turn % num_buffers * row_bytes; }
+    __device__ uint32_t buffer(uint32_t turn) const { return shared_address(buffers) + turn % num_buffers * rows * row_bytes; }
     __device__ uint32_t barrier(uint32_t turn) const { return shared_address(loaded + turn % num_buffers); }
 
-    // Start the load of a row. One lane.
-    __device__ void load(uint32_t turn, const char* source) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier(turn)), "r"(row_bytes) : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(buffer(turn)),
-                     "l"(source), "r"(row_bytes), "r"(barrier(turn))
+    __device__ void expect(uint32_t turn, int num_rows) const {
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier(turn)), "r"(num_rows * row_bytes) : "memory");
+    }
+
+    // Start the load of `num_rows` neighbouring rows into the buffer, behind its row `first`.
+    __device__ void load(uint32_t turn, int first, int num_rows, const char* source) const {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         buffer(turn) + first * row_bytes),
+                     "l"(source), "r"(num_rows * row_bytes), "r"(barrier(turn))
                      : "memory");
     }
 
@@ -58,29 +66,57 @@ struct RowRing {
                          : "memory");
     }
 
-    __device__ void store(uint32_t turn, char* target) const {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(buffer(turn)), "r"(row_bytes) : "memory");
+    __device__ void store(uint32_t turn, int first, int num_rows, char* target) const {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(buffer(turn) + first * row_bytes),
+                     "r"(num_rows * row_bytes)
+                     : "memory");
     }
 };
 
-// Send `num_rows` rows: row i from `source_of(i)` to `target_of(i, rank)` for every rank of `mask_of(i)`. One warp; returns when all
-// stores are complete.
+// Load rows [first, first + num_rows) of the tile: one operation per run of rows that are neighbours at their source. One lane.
+template <class SourceOf>
+__device__ inline void load_group(const RowRing& ring, uint32_t turn, int first, int num_rows, SourceOf source_of) {
+    ring.expect(turn, num_rows);
+    for (int i = 0; i < num_rows;) {
+        const char* source = source_of(first + i);
+        int run = 1;
+        while (i + run < num_rows && source_of(first + i + run) == source + int64_t(run) * ring.row_bytes) ++run;
+        ring.load(turn, i, run, source);
+        i += run;
+    }
+}
+
+// Send rows 0 to `num_rows` - 1 of a tile: row i from `source_of(i)` to `target_of(i, rank)` for every rank of `mask_of(i)`. Rows that go
+// to the same rank one after another are neighbours there, and go as one. `ring_index` of `num_rings` warps that share the tile; returns
+// when the stores of this warp are complete.
 template <class SourceOf, class MaskOf, class TargetOf>
-__device__ inline void multicast_rows(RowRing& ring, int num_rows, int lane, SourceOf source_of, MaskOf mask_of, TargetOf target_of) {
+__device__ inline void multicast_rows(RowRing& ring, int ring_index, int num_rings, int num_rows, int lane, SourceOf source_of, MaskOf mask_of,
+                                      TargetOf target_of) {
+    const int num_groups = (num_rows + ring.rows - 1) / ring.rows, own_groups = (num_groups - ring_index + num_rings - 1) / num_rings;
     const int ahead = ring.num_buffers - STORES_BEHIND;
+    const auto first_row = [&](int group) { return (group * num_rings + ring_index) * ring.rows; };
+    const auto load = [&](int group) {
+        load_group(ring, ring.turns + group, first_row(group), min(ring.rows, num_rows - first_row(group)), source_of);
+    };
     asm volatile("fence.proxy.async;" ::: "memory");  // rows that peers stored, seen through a flag, are read by the copy engine
     if (lane == 0)
-        for (int i = 0; i < ahead && i < num_rows; ++i) ring.load(ring.turns + i, source_of(i));
-    for (int i = 0; i < num_rows; ++i) {
-        ring.wait_until_loaded(ring.turns + i);
-        if (mask_of(i) >> lane & 1) ring.store(ring.turns + i, target_of(i, lane));
+        for (int group = 0; group < ahead && group < own_groups; ++group) load(group);
+    for (int group = 0; group < own_groups; ++group) {
+        const int first = first_row(group), end = min(first + ring.rows, num_rows);
+        ring.wait_until_loaded(ring.turns + group);
+        for (int row = first; row < end;) {
+            int run = 0;
+            while (row + run < end && mask_of(row + run) >> lane & 1) ++run;
+            if (run) ring.store(ring.turns + group, row - first, run, target_of(row, lane));
+            row += run + 1;
+        }
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        if (i + ahead >= num_rows) continue;
+        if (group + ahead >= own_groups) continue;
         asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(STORES_BEHIND) : "memory");
         __syncwarp();
-        if (lane == 0) ring.load(ring.turns + i + ahead, source_of(i + ahead));
+        if (lane == 0) load(group + ahead);
     }
-    ring.turns = (ring.turns + num_rows) % (2 * ring.num_buffers);
+    ring.turns = (ring.turns + max(own_groups, 0)) % (2 * ring.num_buffers);
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
 }

@@ -260,6 +260,7 @@ struct Watch {
     Tag tag;
     uint64_t magic;
     const char* stop_words;  // a switch while idle: no limit until the first arrival, ends when all ranks have stopped
+    int64_t grace = 0;       // clock cycles to wait for the rest of `pending` once some have come
 };
 
 constexpr uint32_t POLLS_PER_CHECK = 16;       // the clock is read once in so many polls
@@ -290,10 +291,16 @@ __device__ inline Waited poll(const Heap& heap, const Watch& watch, int lane) {
     const char* word_of_lane = sentinel ? own<char>(heap, RankRegion::abort) : watch.flags + lane * watch.stride;
     const uint64_t threshold = arrival_threshold(watch.magic);
     uint64_t begun = 0;
+    int64_t first_arrival = 0;
     for (uint32_t polls = 1;; ++polls) {
         const uint64_t word = watching || sentinel ? load_word(word_of_lane) : 0;
         const uint32_t arrived = __ballot_sync(ALL_LANES, watching && word >= threshold);
-        if (watch.all ? arrived == watch.pending : arrived != 0) return {Outcome::ARRIVED, arrived};
+        if (arrived == watch.pending) return {Outcome::ARRIVED, arrived};
+        if (arrived && !watch.all) {
+            const int64_t now = clock64();
+            if (first_arrival == 0) first_arrival = now;
+            if (__shfl_sync(ALL_LANES, now - first_arrival >= watch.grace, 0)) return {Outcome::ARRIVED, arrived};
+        }
         if (__any_sync(ALL_LANES, sentinel && word != 0)) return {Outcome::ABORTED, 0};
         if (polls % POLLS_PER_CHECK) continue;
         if (watch.pending >> (WARP - 1) && aborted(heap)) return {Outcome::ABORTED, 0};

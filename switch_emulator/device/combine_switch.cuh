@@ -7,7 +7,8 @@
 // A block takes the ranks that are ready when it looks as one pass and sums their rows of each of its tokens in registers, all ranks
 // pulled at once. If all are ready the sum never leaves the registers; else the tokens that still lack a rank rest in the float32
 // accumulators until the next pass. In rank order a pass takes only the run of ranks that comes next, and adds in that order, so
-// the sums equal those of the role program bit for bit. The role program's landing buffer has no counterpart on a direct link.
+// the sums equal those of the role program bit for bit. A pass costs at least a round trip, so a block that sees some ranks ready gives the
+// others about that long: at worst it doubles the wait, at best it saves a pass. The role program's landing buffer has no counterpart on a direct link.
 // Cost: one remote load per row pulled, one remote store per token; results/data/collectives_*.csv, metric ingress.
 #pragma once
 
@@ -118,10 +119,12 @@ __device__ inline void combine_token(const Heap& heap, const Team& team, const R
     }
 }
 
+constexpr int64_t GRACE_CYCLES = 3000;
+
 // The ranks of the next pass: those that are ready, or in rank order the ready run that comes next.
 __device__ inline Waited next_ranks(const Heap& heap, const Team& team, uint32_t pending, uint64_t slot, uint64_t magic, bool rank_order) {
     const Watch watch{own<char>(heap, CombineSwitchRegion::partial_sums_ready, slot, 0), place_of(heap, CombineSwitchRegion::partial_sums_ready).stride[1],
-                      rank_order ? pending & -pending : pending, false, Tag::COMBINE_PARTIAL_SUMS, magic, nullptr};
+                      rank_order ? pending & -pending : pending, false, Tag::COMBINE_PARTIAL_SUMS, magic, nullptr, GRACE_CYCLES};
     Waited waited = wait_until_some(heap, team, watch);
     if (!rank_order || waited.outcome != Outcome::ARRIVED) return waited;
     Watch more = watch;

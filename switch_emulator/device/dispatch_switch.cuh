@@ -4,8 +4,7 @@
 // Waits on: tokens_arrived of every rank. Signals: expert_rows_arrived on every rank, payload or not; plan_arrived on the combine
 // switch. Reads: its inbox, each row once. Writes: expert_rows [rows, H] and its records and header on the expert ranks;
 // plan_header and plan_routing on the combine switch.
-// Few tokens go by loads and stores, a row cut over several warps; many by the bulk copy engine, four warps a block, while the other warps
-// copy the records. Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric egress.
+// Few tokens go by loads and stores, a row cut over several warps; many by the bulk copy engine, while the other warps copy the records. Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric egress.
 #pragma once
 
 #include "../../inc_runtime/device/bulk_copy.cuh"
@@ -43,17 +42,16 @@ __device__ inline void multicast_record(const DispatchTile& t, int index, int la
     Link::put_words(t.heap, record, t.heap.record_bytes, lane, 1, [&](int) { return plan; });
 }
 
-// Send the tokens of one tile. `ring` is this warp's, for the first BULK_WARPS warps. All warps of the block.
-__device__ inline void multicast_tile(const DispatchTile& t, const Team& team, RowRing& ring) {
+// Send the tokens of one tile. `ring` is this warp's, for the first `bulk.warps` warps. All warps of the block.
+__device__ inline void multicast_tile(const DispatchTile& t, const Team& team, const BulkShape& bulk, RowRing& ring) {
     const int num_tokens = t.tile.num_tokens, warp = team.warp(), num_warps = team.num_warps(), lane = team.lane();
     const int parts = parts_of_row(num_tokens, num_warps - num_tokens, t.heap.row_bytes), part_bytes = t.heap.row_bytes / parts;
-    if (!Link::STAGED && num_tokens > num_warps / 2 && ring.num_buffers >= MIN_ROW_BUFFERS) {
-        if (warp < BULK_WARPS) {
-            const auto index = [&](int i) { return i * BULK_WARPS + warp; };
-            multicast_rows(ring, (num_tokens - warp + BULK_WARPS - 1) / BULK_WARPS, lane, [&](int i) { return t.source(index(i)); },
-                           [&](int i) { return t.tile.mask[index(i)]; }, [&](int i, int rank) { return address(t.heap, t.target(index(i), rank)); });
+    if (!Link::STAGED && num_tokens > num_warps / 2 && bulk.warps) {
+        if (warp < bulk.warps) {
+            multicast_rows(ring, warp, bulk.warps, num_tokens, lane, [&](int i) { return t.source(i); }, [&](int i) { return t.tile.mask[i]; },
+                           [&](int i, int rank) { return address(t.heap, t.target(i, rank)); });
         } else {
-            for (int i = warp - BULK_WARPS; i < num_tokens; i += num_warps - BULK_WARPS) multicast_record(t, i, lane);
+            for (int i = warp - bulk.warps; i < num_tokens; i += num_warps - bulk.warps) multicast_record(t, i, lane);
         }
         return;
     }
@@ -67,16 +65,23 @@ __device__ inline void multicast_tile(const DispatchTile& t, const Team& team, R
 
 // Header of the packet of each expert rank, once the totals are known: the first sender's with NUM_ROWS replaced.
 __device__ inline void put_packet_headers(const Heap& heap, const Team& team, const RegroupShared& shared, const Senders& senders, uint64_t slot) {
+    const int lane = team.lane();
     for (int rank = team.warp(); rank < heap.num_ranks; rank += team.num_warps()) {
         const int total = shared.before[rank];
-        if (team.lane() == 0) workspace(heap).total_rows[slot][rank] = total;
-        if (total == 0) continue;
-        int64_t* header = own<int64_t>(heap, DispatchSwitchRegion::outbox_header, slot, rank, 0);
-        if (team.lane() < HEADER_FIELDS)
-            header[team.lane()] = team.lane() == Header::NUM_ROWS ? total : header_field(senders, 0, team.lane());
+        if (lane == 0) workspace(heap).total_rows[slot][rank] = total;
+        if (total == 0 || lane >= HEADER_FIELDS) continue;
+        const int64_t field = lane == Header::NUM_ROWS ? total : header_field(senders, 0, lane);
+        const Remote target{rank, offset_of(heap, RankRegion::expert_rows_header, slot, 0, 0)};
+        int64_t* staged = own<int64_t>(heap, DispatchSwitchRegion::outbox_header, slot, rank, 0);
+        staged[lane] = field;
+        if constexpr (!Link::STAGED) reinterpret_cast<int64_t*>(address(heap, target))[lane] = field;
+    }
+    if constexpr (Link::STAGED) {
         __syncwarp();
-        Link::put_words(heap, reinterpret_cast<const char*>(header), HEADER_FIELDS * 8, team.lane(), 1,
-                        [&](int) { return Remote{rank, offset_of(heap, RankRegion::expert_rows_header, slot, 0, 0)}; });
+        for (int rank = team.warp(); rank < heap.num_ranks; rank += team.num_warps())
+            if (shared.before[rank])
+                Link::put_words(heap, own<char>(heap, DispatchSwitchRegion::outbox_header, slot, rank, 0), HEADER_FIELDS * 8, lane, 1,
+                                [&](int) { return Remote{rank, offset_of(heap, RankRegion::expert_rows_header, slot, 0, 0)}; });
     }
 }
 
@@ -89,9 +94,9 @@ __device__ inline void forward_plan_headers(const Heap& heap, const Team& team, 
 }
 
 // Words of one microbatch, by one warp: every rank is signalled, also one that gets no row.
-__device__ inline void signal_dispatched(const Heap& heap, uint64_t slot, uint64_t magic, int lane) {
+__device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& shared, uint64_t slot, uint64_t magic, int lane) {
     if (lane < heap.num_ranks) {
-        const uint32_t total = *reinterpret_cast<volatile uint32_t*>(&workspace(heap).total_rows[slot][lane]);
+        const uint32_t total = shared.num_blocks == 1 ? shared.before[lane] : *reinterpret_cast<volatile uint32_t*>(&workspace(heap).total_rows[slot][lane]);
         signal(heap, {lane, offset_of(heap, RankRegion::expert_rows_arrived, slot, 0, 0)}, signal_word(magic, total > 0));
         atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_sent), (unsigned long long)total);
     }
@@ -102,7 +107,7 @@ __device__ inline void signal_dispatched(const Heap& heap, uint64_t slot, uint64
 }
 
 // Collect one microbatch of all ranks and multicast it. Every block of the switch calls it.
-__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, RowRing& ring, uint64_t magic,
+__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, const BulkShape& bulk, RowRing& ring, uint64_t magic,
                                                     const SwitchArguments& arguments) {
     const uint64_t slot = slot_of(magic, heap.depth), inbox = slot * heap.num_ranks;
     const uint32_t everyone = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
@@ -120,12 +125,12 @@ __device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team
     for (tile.begin = begin; tile.begin < end; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, end - tile.begin);
         place_tile(heap, team, senders, shared, tile, magic);
-        multicast_tile({heap, shared, senders, tile, slot}, team, ring);
+        multicast_tile({heap, shared, senders, tile, slot}, team, bulk, ring);
     }
     if (team.block == 0) forward_plan_headers(heap, team, senders, slot);
     if (team.block == num_blocks - 1) put_packet_headers(heap, team, shared, senders, slot);
     if (finish_packet(heap, team, Packet::DISPATCH, slot, num_blocks)) {
-        signal_dispatched(heap, slot, magic, team.lane());
+        signal_dispatched(heap, shared, slot, magic, team.lane());
         if (team.lane() == 0) record_moment(arguments, magic, arrived_ns, num_tokens);
     }
     return Outcome::ARRIVED;

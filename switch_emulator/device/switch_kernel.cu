@@ -10,12 +10,12 @@
 namespace inc {
 
 // Dynamic shared memory: the tile, then the rings of row buffers and their barriers. Twin of the sum: launch_switch.py.
-__device__ inline RowRing ring_of_warp(const Heap& heap, const Team& team, char* memory) {
-    const int buffers = row_buffers(heap.row_bytes);
-    if (team.warp() >= BULK_WARPS || buffers < MIN_ROW_BUFFERS) return {nullptr, nullptr, buffers, int(heap.row_bytes), 0};
+__device__ inline RowRing ring_of_warp(const Heap& heap, const Team& team, const BulkShape& bulk, char* memory) {
+    if (team.warp() >= bulk.warps) return {};
+    const int ring_bytes = bulk.num_buffers * bulk.rows * int(heap.row_bytes);
     char* rows = memory + (tile_bytes(heap.num_ranks) + 127) / 128 * 128;
-    uint64_t* barriers = reinterpret_cast<uint64_t*>(rows + BULK_WARPS * buffers * heap.row_bytes);
-    RowRing ring{rows + team.warp() * buffers * heap.row_bytes, barriers + team.warp() * buffers, buffers, int(heap.row_bytes), 0};
+    uint64_t* barriers = reinterpret_cast<uint64_t*>(rows + bulk.warps * ring_bytes);
+    RowRing ring{rows + team.warp() * ring_bytes, barriers + team.warp() * bulk.num_buffers, bulk.num_buffers, bulk.rows, int(heap.row_bytes), 0};
     ring.prepare(team.lane());
     return ring;
 }
@@ -38,10 +38,11 @@ extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
     dispatch_switch_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
     using namespace inc;
     extern __shared__ __align__(128) char dynamic[];
-    RowRing ring = ring_of_warp(heap, whole_block(), dynamic);
+    const BulkShape bulk = bulk_shape(heap.row_bytes, arguments.bulk_warps, arguments.bulk_rows);
+    RowRing ring = ring_of_warp(heap, whole_block(), bulk, dynamic);
     serve_until_stopped(heap, own<uint64_t>(heap, DispatchSwitchRegion::magic),
                         [&](const Team& team, RegroupShared& shared, const Tile& tile, uint64_t magic) {
-                            return serve_dispatch_microbatch(heap, team, shared, tile, ring, magic, arguments);
+                            return serve_dispatch_microbatch(heap, team, shared, tile, bulk, ring, magic, arguments);
                         });
 }
 

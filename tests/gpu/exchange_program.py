@@ -188,15 +188,15 @@ def main() -> None:
         good = True
         if "parity" in options.properties:
             good &= run_parity(job, Verbs.DIRECT)
-        if "faults" in options.properties:
-            for fault in FAULTS:
-                good &= run_fault(job, *fault)
         if "stress" in options.properties:
             good &= run_stress(job, options.microbatches, 20.0, 3, 3, SumOrder.ARRIVAL)
             good &= run_stress(job, options.microbatches, 0.0, 1, 1, SumOrder.RANK)
             good &= run_stress(job, options.microbatches, 0.0, 5, 4, SumOrder.ARRIVAL)
         if "nvshmem" in options.properties:
             good &= run_parity(job, Verbs.NVSHMEM)
+        if "faults" in options.properties:
+            for fault in FAULTS:
+                good &= run_fault(job, *fault)
     sys.exit(0 if good else 1)
 
 
