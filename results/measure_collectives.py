@@ -32,7 +32,7 @@ from inc_runtime.device.exchange import Exchange, Exchanged, stop_switches
 from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.placement import SWITCH_BLOCKS, PlacementKind
 from inc_runtime.protocol import Role, World, signal_word
-from switch_emulator.launch_switch import BULK_ROWS, BULK_WARPS, RunningSwitch
+from switch_emulator.launch_switch import RunningSwitch
 
 FOLDER = Path(__file__).resolve().parent
 COPY_SOURCE = FOLDER.parent / "inc_runtime" / "device" / "copy_peak.cu"
@@ -42,7 +42,7 @@ LIMIT_S = 60.0
 WARM_MICROBATCHES = 100
 COLUMNS = (
     "measurement,source,placement,implementation,num_ranks,num_tokens,microbatch_tokens,metric,value,unit,"
-    "role,direction,switch_blocks,sum_order,bulk_warps,bulk_rows"
+    "role,direction,switch_blocks,sum_order"
 ).split(",")
 SERVED = {ExchangeMode.DISPATCH: (Role.DISPATCH_SWITCH,), ExchangeMode.COMBINE: (Role.COMBINE_SWITCH,), ExchangeMode.BOTH: tuple(Role)}
 
@@ -92,7 +92,7 @@ def routed(bench: Bench, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.nd
 
 def run(
     bench: Bench, heap: DeviceHeap, pipeline: Pipeline, mode: ExchangeMode, *, verify=False, timed=False, replay_plan=False,
-    blocks: int | None = None, bulk: tuple[int, int] = (BULK_WARPS, BULK_ROWS),
+    blocks: int | None = None,
 ) -> tuple[Exchanged | None, np.ndarray]:
     """One call on every rank, with the switches that the mode needs. Returns what the rank and the switch saw. Collective."""
     switch, done, moments = None, None, np.zeros(0, SWITCH_MOMENT)
@@ -101,7 +101,7 @@ def run(
     elif heap.role in SERVED[mode]:
         length = pipeline.num_microbatches
         switch = RunningSwitch(
-            heap, pipeline.sum_order, num_blocks=blocks or bench.switch_blocks, timeline_length=length, replay_plan=replay_plan, bulk=bulk
+            heap, pipeline.sum_order, num_blocks=blocks or bench.switch_blocks, timeline_length=length, replay_plan=replay_plan
         )
     bench.job.barrier()
     if heap.role is Role.COMPUTE_RANK:
@@ -155,19 +155,19 @@ def measure_throughput(bench: Bench, microbatch_tokens: int, num_microbatches: i
         bench.add("ingress", rate(everyone[combine][role], rows_in), "GB/s", role=role, **more)
 
 
-SWEEP = [(16, 0, 0), (16, 2, 4), (16, 4, 2), (16, 1, 8), (16, 4, 4), (16, 2, 8), (16, 4, 1), (8, 2, 4), (8, 4, 4), (12, 0, 0), (24, 0, 0), (24, 2, 4), (32, 0, 0)]
-"""Blocks, warps and rows of the dispatch switch's copies; no warps: loads and stores only."""
+SWEEP = (4, 8, 12, 16, 24, 32)
+"""Blocks of the dispatch switch."""
 
 
 def measure_sweep(bench: Bench, microbatch_tokens: int, num_microbatches: int) -> None:
-    """Egress of the dispatch switch alone for several ways to copy."""
+    """Egress of the dispatch switch alone for several numbers of blocks."""
     pipeline = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=DEPTH)
     heap = bench.heap(pipeline)
-    for blocks, warps, rows in SWEEP:
-        _, moments = run(bench, heap, pipeline, ExchangeMode.DISPATCH, blocks=blocks, bulk=(warps, rows))
+    for blocks in SWEEP:
+        _, moments = run(bench, heap, pipeline, ExchangeMode.DISPATCH, blocks=blocks)
         dispatch = bench.job.world.dispatch_switch(0)
         moments, sent = bench.job.gather((moments, int(heap.counters()["rows_sent"])))[dispatch]
-        more = {"microbatch_tokens": microbatch_tokens, "switch_blocks": blocks, "bulk_warps": warps, "bulk_rows": rows}
+        more = {"microbatch_tokens": microbatch_tokens, "switch_blocks": blocks}
         bench.add("egress", rate(moments, sent / num_microbatches), "GB/s", role="dispatch alone", **more)
         heap.reset()
     heap.close()
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--microbatches", type=int, default=24)
     parser.add_argument("--switch-blocks", type=int, default=SWITCH_BLOCKS)
-    parser.add_argument("--sweep", action="store_true", help="also try other ways to copy in the dispatch switch")
+    parser.add_argument("--sweep", action="store_true", help="also vary the blocks of the dispatch switch")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     world = World(options.ranks)

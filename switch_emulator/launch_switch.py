@@ -15,11 +15,6 @@ from inc_runtime.protocol import Role
 
 SOURCE = Path(__file__).with_name("device") / "switch_kernel.cu"
 SWITCH_THREADS = 512
-MAX_SHARED_BYTES = 227 * 1024
-RING_BYTES, BARRIER_BYTES = 192 * 1024, 8 * 16 * 16
-"""Row buffers of a dispatch switch's block and their barriers, as in `inc_runtime/device/bulk_copy.cuh`."""
-
-BULK_WARPS, BULK_ROWS = 2, 4
 KERNELS = {Role.DISPATCH_SWITCH: "dispatch_switch_kernel", Role.COMBINE_SWITCH: "combine_switch_kernel"}
 
 
@@ -46,9 +41,6 @@ class RunningSwitch:
         arguments["timeline"], arguments["timeline_length"] = self.timeline, timeline_length
         arguments["rank_order"], arguments["replay_plan"] = sum_order is SumOrder.RANK, replay_plan
         shared_bytes = shared_bytes_of(heap)
-        if shared_bytes > MAX_SHARED_BYTES:  # many ranks: their tile leaves no room for row buffers
-            bulk, shared_bytes = (0, 0), shared_bytes - RING_BYTES - BARRIER_BYTES
-        arguments["bulk_warps"], arguments["bulk_rows"] = bulk
         opened, offset = WORKSPACE.fields["opened"][:2]  # type: ignore[index]
         heap.gpu.fill(heap.workspace + offset, 0, opened.itemsize)  # a stop that an earlier launch has seen
         blocks = min(num_blocks or heap.job.seat.num_blocks, MAX_SWITCH_BLOCKS)
@@ -67,9 +59,9 @@ class RunningSwitch:
 
 
 def shared_bytes_of(heap: DeviceHeap) -> int:
-    """Dynamic shared memory of a switch block: the tile and, for a dispatch switch, its rings of row buffers."""
-    tile = -(-SWITCH_THREADS * 4 * (1 + heap.layout.dims.num_ranks) // 128) * 128
-    return tile + (RING_BYTES + BARRIER_BYTES if heap.role is Role.DISPATCH_SWITCH else 0)
+    """Dynamic shared memory of a switch block. Twin: `tile_bytes` in regroup.cuh."""
+    num_ranks = heap.layout.dims.num_ranks
+    return SWITCH_THREADS * (4 + 4 * num_ranks + 2 * num_ranks)
 
 
 def build_switch(heap: DeviceHeap) -> Built:

@@ -107,8 +107,6 @@ SWITCH_ARGUMENTS = _struct(
     ("timeline", "<u8"),  # SwitchMoment [timeline_length], nanoseconds of this GPU's clock; 0: none
     ("timeline_length", "<u4"),
     ("rank_order", "<i4"),
-    ("bulk_warps", "<i4"),  # warps of a dispatch switch's block that drive the copy engine; 0: loads and stores only
-    ("bulk_rows", "<i4"),  # rows that they load at once
     ("replay_plan", "<i4"),  # benchmark of the combine alone: the plan of an earlier microbatch serves again
 )
 

@@ -4,10 +4,11 @@
 // Waits on: tokens_arrived of every rank. Signals: expert_rows_arrived on every rank, payload or not; plan_arrived on the combine
 // switch. Reads: its inbox, each row once. Writes: expert_rows [rows, H] and its records and header on the expert ranks;
 // plan_header and plan_routing on the combine switch.
-// Few tokens go by loads and stores, a row cut over several warps; many by the bulk copy engine, while the other warps copy the records. Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric egress.
+// A row is loaded once into registers and stored to each rank; of few tokens, a row is cut over several warps. Records of neighbouring rows
+// are written as one run: alone, each would cost four partial sectors of the link. The bulk copy engine was slower: DECISIONS.md.
+// Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric egress.
 #pragma once
 
-#include "../../inc_runtime/device/bulk_copy.cuh"
 #include "regroup.cuh"
 
 namespace inc {
@@ -42,23 +43,55 @@ __device__ inline void multicast_record(const DispatchTile& t, int index, int la
     Link::put_words(t.heap, record, t.heap.record_bytes, lane, 1, [&](int) { return plan; });
 }
 
-// Send the tokens of one tile. `ring` is this warp's, for the first `bulk.warps` warps. All warps of the block.
-__device__ inline void multicast_tile(const DispatchTile& t, const Team& team, const BulkShape& bulk, RowRing& ring) {
-    const int num_tokens = t.tile.num_tokens, warp = team.warp(), num_warps = team.num_warps(), lane = team.lane();
-    const int parts = parts_of_row(num_tokens, num_warps - num_tokens, t.heap.row_bytes), part_bytes = t.heap.row_bytes / parts;
-    if (!Link::STAGED && num_tokens > num_warps / 2 && bulk.warps) {
-        if (warp < bulk.warps) {
-            multicast_rows(ring, warp, bulk.warps, num_tokens, lane, [&](int i) { return t.source(i); }, [&](int i) { return t.tile.mask[i]; },
-                           [&](int i, int rank) { return address(t.heap, t.target(i, rank)); });
-        } else {
-            for (int i = warp - bulk.warps; i < num_tokens; i += num_warps - bulk.warps) multicast_record(t, i, lane);
-        }
-        return;
+// Copy words 0 to `num_words` - 1 with all threads, several loads in flight each.
+template <class SourceOf, class TargetOf>
+__device__ inline void copy_words(const Team& team, int num_words, SourceOf source_of, TargetOf target_of) {
+    constexpr int UNROLL = 4;
+    for (int start = team.thread; start < num_words; start += team.num_threads * UNROLL) {
+        uint64_t words[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (start + u * team.num_threads < num_words) words[u] = *source_of(start + u * team.num_threads);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (start + u * team.num_threads < num_words) *target_of(start + u * team.num_threads) = words[u];
     }
-    for (int unit = warp; unit < num_tokens * (parts + 1); unit += num_warps) {
-        const int i = unit / (parts + 1), part = unit % (parts + 1), first_byte = part * part_bytes;
-        if (part == parts) multicast_record(t, i, lane);
-        else Link::put_row(t.heap, t.source(i) + first_byte, part_bytes, lane, t.tile.mask[i],
+}
+
+// The records of one tile: to each rank as one run of neighbours, and to the combine switch as they stand. All warps.
+__device__ inline void multicast_records(const DispatchTile& t, const Team& team) {
+    const int words = t.heap.record_bytes / 8;
+    const auto word_of_token = [&](int index, int word) {
+        return reinterpret_cast<const uint64_t*>(record_of(t.heap, t.senders, t.shared, t.tile.begin + index, t.sender(index))) + word;
+    };
+    for (int rank = 0; rank < t.heap.num_ranks; ++rank) {
+        const int first_row = t.shared.first_rows[rank], num_rows = t.shared.before[rank] - first_row;
+        const uint16_t* token_of_row = t.tile.token_of_row + rank * SWITCH_THREADS;
+        uint64_t* target = reinterpret_cast<uint64_t*>(
+            address(t.heap, {rank, offset_of(t.heap, RankRegion::expert_rows_routing, t.slot) + uint64_t(first_row) * t.heap.record_bytes}));
+        copy_words(team, num_rows * words, [&](int at) { return word_of_token(token_of_row[at / words], at % words); },
+                   [&](int at) { return target + at; });
+    }
+    copy_words(team, t.tile.num_tokens * words, [&](int at) { return word_of_token(at / words, at % words); },
+               [&](int at) {
+                   const int index = at / words;
+                   const uint64_t records = offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, t.sender(index));
+                   const Remote record{t.heap.combine_switch, records + uint64_t(t.row_of_sender(index)) * t.heap.record_bytes};
+                   return reinterpret_cast<uint64_t*>(address(t.heap, record)) + at % words;
+               });
+}
+
+// Send the tokens of one tile. All warps of the block.
+__device__ inline void multicast_tile(const DispatchTile& t, const Team& team) {
+    const int num_tokens = t.tile.num_tokens, num_warps = team.num_warps();
+    const bool records_as_run = !Link::STAGED && num_tokens > num_warps / 2;
+    if (records_as_run) multicast_records(t, team);
+    const int parts = parts_of_row(num_tokens, num_warps - num_tokens, t.heap.row_bytes), part_bytes = t.heap.row_bytes / parts;
+    const int units = records_as_run ? parts : parts + 1;
+    for (int unit = team.warp(); unit < num_tokens * units; unit += num_warps) {
+        const int i = unit / units, part = unit % units, first_byte = part * part_bytes;
+        if (part == parts) multicast_record(t, i, team.lane());
+        else Link::put_row(t.heap, t.source(i) + first_byte, part_bytes, team.lane(), t.tile.mask[i],
                            [&](int rank) { return Remote{rank, t.target(i, rank).offset + first_byte}; });
     }
 }
@@ -107,7 +140,7 @@ __device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& 
 }
 
 // Collect one microbatch of all ranks and multicast it. Every block of the switch calls it.
-__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, const BulkShape& bulk, RowRing& ring, uint64_t magic,
+__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, uint64_t magic,
                                                     const SwitchArguments& arguments) {
     const uint64_t slot = slot_of(magic, heap.depth), inbox = slot * heap.num_ranks;
     const uint32_t everyone = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
@@ -125,7 +158,7 @@ __device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team
     for (tile.begin = begin; tile.begin < end; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, end - tile.begin);
         place_tile(heap, team, senders, shared, tile, magic);
-        multicast_tile({heap, shared, senders, tile, slot}, team, bulk, ring);
+        multicast_tile({heap, shared, senders, tile, slot}, team);
     }
     if (team.block == 0) forward_plan_headers(heap, team, senders, slot);
     if (team.block == num_blocks - 1) put_packet_headers(heap, team, shared, senders, slot);

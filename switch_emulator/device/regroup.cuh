@@ -41,20 +41,29 @@ struct Senders {
 struct RegroupShared {
     int first[MAX_RANKS + 1];  // number of the first token of each sender; the last entry is the number of tokens
     int before[MAX_RANKS];     // rows of each expert rank before the next tile
+    int first_rows[MAX_RANKS]; // and before the tile in hand
     int warp_rows[SWITCH_WARPS][MAX_RANKS];
     int num_experts;
     int num_blocks;  // blocks that take part in this microbatch; 0 where this block has nothing to do
     Outcome outcome;
 };
 
-// One tile: mask[i] the ranks that need token i, rows[i * num_ranks + rank] its row there. In dynamic shared memory.
+// One tile: mask[i] the ranks that need token i, rows[i * num_ranks + rank] its row there. The tile's rows of a rank are neighbours in its
+// slot: `first_rows[rank]` to `first_rows[rank] + num_rows[rank] - 1`, and token_of_row[rank * SWITCH_THREADS + i] is the token of the i-th.
 struct Tile {
     uint32_t* mask;
     int* rows;
+    uint16_t* token_of_row;
     int begin, num_tokens;
 };
 
-inline __host__ __device__ int tile_bytes(int num_ranks) { return SWITCH_THREADS * 4 * (1 + num_ranks); }
+inline __host__ __device__ int tile_bytes(int num_ranks) { return SWITCH_THREADS * (4 + 4 * num_ranks + 2 * num_ranks); }
+
+__device__ inline Tile tile_in(char* memory, int num_ranks) {
+    uint32_t* mask = reinterpret_cast<uint32_t*>(memory);
+    int* rows = reinterpret_cast<int*>(mask + SWITCH_THREADS);
+    return {mask, rows, reinterpret_cast<uint16_t*>(rows + SWITCH_THREADS * num_ranks), 0, 0};
+}
 
 constexpr int TOKENS_PER_BLOCK = 4;  // at least, so that one token of each of four ranks is one block's work
 
@@ -225,6 +234,7 @@ __device__ inline void place_tile(const Heap& heap, const Team& team, const Send
     team.sync();
     if (warp == 0 && lane < num_ranks) {
         int rows = shared.before[lane];
+        shared.first_rows[lane] = rows;
         for (int w = 0; w < team.num_warps(); ++w) {
             const int own = shared.warp_rows[w][lane];
             shared.warp_rows[w][lane] = rows;
@@ -233,8 +243,13 @@ __device__ inline void place_tile(const Heap& heap, const Team& team, const Send
         shared.before[lane] = rows;
     }
     team.sync();
-    if (present)
-        for (int rank = 0; rank < num_ranks; ++rank) tile.rows[team.thread * num_ranks + rank] += shared.warp_rows[warp][rank];
+    if (present) {
+        for (int rank = 0; rank < num_ranks; ++rank) {
+            const int row = tile.rows[team.thread * num_ranks + rank] + shared.warp_rows[warp][rank];
+            tile.rows[team.thread * num_ranks + rank] = row;
+            if (mask >> rank & 1) tile.token_of_row[rank * SWITCH_THREADS + row - shared.first_rows[rank]] = uint16_t(team.thread);
+        }
+    }
     team.sync();
 }
 

@@ -1,6 +1,6 @@
 // The persistent kernels of the two switches: microbatch after microbatch of any number of layers, until all ranks stop.
 // Twin: switch_emulator/run_switch.py. Launch: SWITCH_THREADS threads, as many blocks as the placement gives, all resident, with
-// dynamic shared memory as in launch_switch.py. The blocks meet only at the packets, so a fast block may be a packet ahead.
+// tile_bytes(num_ranks) of dynamic shared memory. The blocks meet only at the packets, so a fast block may be a packet ahead.
 //
 // Waits on: the flags of its role; idle waits have no limit and watch stop and abort. Signals, reads, writes: see the two .cuh files.
 // The counter behind magic lives in the heap and is read on entry, so a kernel may be stopped and launched again.
@@ -9,24 +9,13 @@
 
 namespace inc {
 
-// Dynamic shared memory: the tile, then the rings of row buffers and their barriers. Twin of the sum: launch_switch.py.
-__device__ inline RowRing ring_of_warp(const Heap& heap, const Team& team, const BulkShape& bulk, char* memory) {
-    if (team.warp() >= bulk.warps) return {};
-    const int ring_bytes = bulk.num_buffers * bulk.rows * int(heap.row_bytes);
-    char* rows = memory + (tile_bytes(heap.num_ranks) + 127) / 128 * 128;
-    uint64_t* barriers = reinterpret_cast<uint64_t*>(rows + bulk.warps * ring_bytes);
-    RowRing ring{rows + team.warp() * ring_bytes, barriers + team.warp() * bulk.num_buffers, bulk.num_buffers, bulk.rows, int(heap.row_bytes), 0};
-    ring.prepare(team.lane());
-    return ring;
-}
-
 // A block that starts late may find the counter behind microbatches that the others have finished: it had no part in them.
 template <class Serve>
 __device__ inline void serve_until_stopped(const Heap& heap, const uint64_t* counter, Serve serve) {
     __shared__ RegroupShared shared;
-    extern __shared__ __align__(128) char dynamic[];
+    extern __shared__ __align__(16) char dynamic[];
     const Team team = whole_block();
-    const Tile tile{reinterpret_cast<uint32_t*>(dynamic), reinterpret_cast<int*>(dynamic) + SWITCH_THREADS, 0, 0};
+    const Tile tile = tile_in(dynamic, heap.num_ranks);
     if (aborted(heap)) return;
     for (uint64_t magic = *counter + 1;; ++magic)
         if (serve(team, shared, tile, magic) != Outcome::ARRIVED) return;
@@ -37,12 +26,9 @@ __device__ inline void serve_until_stopped(const Heap& heap, const uint64_t* cou
 extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
     dispatch_switch_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
     using namespace inc;
-    extern __shared__ __align__(128) char dynamic[];
-    const BulkShape bulk = bulk_shape(heap.row_bytes, arguments.bulk_warps, arguments.bulk_rows);
-    RowRing ring = ring_of_warp(heap, whole_block(), bulk, dynamic);
     serve_until_stopped(heap, own<uint64_t>(heap, DispatchSwitchRegion::magic),
                         [&](const Team& team, RegroupShared& shared, const Tile& tile, uint64_t magic) {
-                            return serve_dispatch_microbatch(heap, team, shared, tile, bulk, ring, magic, arguments);
+                            return serve_dispatch_microbatch(heap, team, shared, tile, magic, arguments);
                         });
 }
 

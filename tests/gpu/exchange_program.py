@@ -183,15 +183,17 @@ def main() -> None:
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=1, help="of the long runs")
     options = parser.parse_args()
     with NvshmemJob.join(World(options.ranks), 256 << 20, options.placement) as job:
         good = True
         if "parity" in options.properties:
             good &= run_parity(job, Verbs.DIRECT)
         if "stress" in options.properties:
-            good &= run_stress(job, options.microbatches, 20.0, 3, 3, SumOrder.ARRIVAL)
-            good &= run_stress(job, options.microbatches, 0.0, 1, 1, SumOrder.RANK)
-            good &= run_stress(job, options.microbatches, 0.0, 5, 4, SumOrder.ARRIVAL)
+            for _ in range(options.repeats):
+                good &= run_stress(job, options.microbatches, 20.0, 3, 3, SumOrder.ARRIVAL)
+                good &= run_stress(job, options.microbatches, 0.0, 1, 1, SumOrder.RANK)
+                good &= run_stress(job, options.microbatches, 0.0, 5, 4, SumOrder.ARRIVAL)
         if "nvshmem" in options.properties:
             good &= run_parity(job, Verbs.NVSHMEM)
         if "faults" in options.properties:
