@@ -155,7 +155,7 @@ struct CombineRun {
 
 // One pass of a block over its run. A single tile was placed before the first rank was ready; more are placed anew in every pass.
 __device__ inline bool combine_run(const Heap& heap, const Team& team, const CombineRun& run, RegroupShared& shared, Tile& tile, const Pass& pass) {
-    if (!run.single_tile() && !count_rows_before(heap, team, run.senders, shared, run.begin, run.end, run.magic)) return false;
+    if (!run.single_tile() && !add_lower_runs(heap, team, shared, run.magic)) return false;
     for (tile.begin = run.begin; tile.begin < run.end; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, run.end - tile.begin);
         if (!run.single_tile()) place_tile(heap, team, run.senders, shared, tile, run.magic);
@@ -178,9 +178,11 @@ __device__ inline Outcome serve_combine_microbatch(const Heap& heap, const Team&
     open_microbatch(heap, team, watch, senders, arguments.replay_plan, shared);
     if (shared.outcome != Outcome::ARRIVED || shared.num_blocks == 0) return shared.outcome;
     const int num_blocks = shared.num_blocks, num_tokens = shared.first[heap.num_ranks];
-    const CombineRun run{senders, int(int64_t(num_tokens) * team.block / num_blocks), int(int64_t(num_tokens) * (team.block + 1) / num_blocks), slot, magic};
+    const int2 tokens = run_of_block(heap, team, shared);
+    const CombineRun run{senders, tokens.x, tokens.y, slot, magic};
+    count_run(heap, team, senders, shared, magic);
     if (run.single_tile()) {
-        if (!count_rows_before(heap, team, senders, shared, run.begin, run.end, magic)) return Outcome::ABORTED;
+        if (!add_lower_runs(heap, team, shared, magic)) return Outcome::ABORTED;
         tile.begin = run.begin, tile.num_tokens = run.end - run.begin;
         place_tile(heap, team, senders, shared, tile, magic);
     }

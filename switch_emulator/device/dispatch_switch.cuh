@@ -139,24 +139,54 @@ __device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& 
     }
 }
 
-// Collect one microbatch of all ranks and multicast it. Every block of the switch calls it.
-__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile, uint64_t magic,
-                                                    const SwitchArguments& arguments) {
-    const uint64_t slot = slot_of(magic, heap.depth), inbox = slot * heap.num_ranks;
+// What a dispatch switch waits for, and what it then reads, in one microbatch.
+__device__ inline Watch watch_senders(const Heap& heap, uint64_t magic) {
     const uint32_t everyone = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
-    const Watch watch{own<char>(heap, DispatchSwitchRegion::tokens_arrived, slot, 0), place_of(heap, DispatchSwitchRegion::tokens_arrived).stride[1],
-                      everyone, true, Tag::DISPATCH_TOKENS, magic, own<char>(heap, DispatchSwitchRegion::stop)};
-    const Senders senders{own<char>(heap, DispatchSwitchRegion::inbox_header, inbox), place_of(heap, DispatchSwitchRegion::inbox_header).stride[0],
-                          own<char>(heap, DispatchSwitchRegion::inbox_routing, inbox), place_of(heap, DispatchSwitchRegion::inbox_routing).stride[0],
-                          Tag::DISPATCH_TOKENS};
-    open_microbatch(heap, team, watch, senders, false, shared);
-    if (shared.outcome != Outcome::ARRIVED || shared.num_blocks == 0) return shared.outcome;
+    return {own<char>(heap, DispatchSwitchRegion::tokens_arrived, slot_of(magic, heap.depth), 0),
+            place_of(heap, DispatchSwitchRegion::tokens_arrived).stride[1], everyone, true, Tag::DISPATCH_TOKENS, magic,
+            own<char>(heap, DispatchSwitchRegion::stop)};
+}
+
+__device__ inline Senders senders_in_inbox(const Heap& heap, uint64_t magic) {
+    const uint64_t inbox = slot_of(magic, heap.depth) * heap.num_ranks;
+    return {own<char>(heap, DispatchSwitchRegion::inbox_header, inbox), place_of(heap, DispatchSwitchRegion::inbox_header).stride[0],
+            own<char>(heap, DispatchSwitchRegion::inbox_routing, inbox), place_of(heap, DispatchSwitchRegion::inbox_routing).stride[0],
+            Tag::DISPATCH_TOKENS};
+}
+
+// Headers and counts of the microbatch in hand and of the next, by the low bit of magic; `counted`: up to which magic this block is.
+struct DispatchShared {
+    RegroupShared of[2];
+    uint64_t counted;
+};
+
+// If the next microbatch is there already, count it before the copies of the one in hand.
+__device__ inline void look_ahead(const Heap& heap, const Team& team, DispatchShared& shared, uint64_t magic) {
+    const Senders senders = senders_in_inbox(heap, magic);
+    RegroupShared& next = shared.of[magic & 1];
+    if (heap.depth == 1 || !try_to_open(heap, team, watch_senders(heap, magic), senders, next)) return;
+    count_run(heap, team, senders, next, magic);
+    if (team.thread == 0) shared.counted = magic;
+}
+
+// Collect one microbatch of all ranks and multicast it. Every block of the switch calls it.
+__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, DispatchShared& both, Tile tile, uint64_t magic,
+                                                    const SwitchArguments& arguments) {
+    const uint64_t slot = slot_of(magic, heap.depth);
+    const Senders senders = senders_in_inbox(heap, magic);
+    RegroupShared& shared = both.of[magic & 1];
+    if (both.counted != magic) {
+        open_microbatch(heap, team, watch_senders(heap, magic), senders, false, shared);
+        if (shared.outcome != Outcome::ARRIVED || shared.num_blocks == 0) return shared.outcome;
+        count_run(heap, team, senders, shared, magic);
+    }
     const uint64_t arrived_ns = timer_ns();
-    const int num_blocks = shared.num_blocks, num_tokens = shared.first[heap.num_ranks];
-    const int begin = int(int64_t(num_tokens) * team.block / num_blocks), end = int(int64_t(num_tokens) * (team.block + 1) / num_blocks);
-    if (!count_rows_before(heap, team, senders, shared, begin, end, magic)) return Outcome::ABORTED;
-    for (tile.begin = begin; tile.begin < end; tile.begin += SWITCH_THREADS) {
-        tile.num_tokens = min(SWITCH_THREADS, end - tile.begin);
+    if (!add_lower_runs(heap, team, shared, magic)) return Outcome::ABORTED;
+    const int num_blocks = shared.num_blocks;
+    const int2 run = run_of_block(heap, team, shared);
+    if (num_blocks > 1) look_ahead(heap, team, both, magic + 1);
+    for (tile.begin = run.x; tile.begin < run.y; tile.begin += SWITCH_THREADS) {
+        tile.num_tokens = min(SWITCH_THREADS, run.y - tile.begin);
         place_tile(heap, team, senders, shared, tile, magic);
         multicast_tile({heap, shared, senders, tile, slot}, team);
     }
@@ -164,7 +194,7 @@ __device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team
     if (team.block == num_blocks - 1) put_packet_headers(heap, team, shared, senders, slot);
     if (finish_packet(heap, team, Packet::DISPATCH, slot, num_blocks)) {
         signal_dispatched(heap, shared, slot, magic, team.lane());
-        if (team.lane() == 0) record_moment(arguments, magic, arrived_ns, num_tokens);
+        if (team.lane() == 0) record_moment(arguments, magic, arrived_ns, shared.first[heap.num_ranks]);
     }
     return Outcome::ARRIVED;
 }

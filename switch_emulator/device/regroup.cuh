@@ -4,7 +4,8 @@
 // Tokens of one microbatch are numbered through, sender by sender. The row of a token in the slot of an expert rank is the number of
 // earlier tokens that need that rank. The first block of a switch opens a microbatch: it alone watches the senders, reads the headers and
 // says how many blocks take part, so that few tokens cost no meeting of blocks. Each of them counts the rows of its own run of tokens, adds
-// the counts of the blocks before it, and places its tokens tile by tile. Reads: headers and routing records of this PE's heap. Writes:
+// the counts of the blocks before it, and places its tokens tile by tile. A busy dispatch switch counts the next microbatch before it copies
+// the one in hand, so that no block waits for another's copies. Reads: headers and routing records of this PE's heap. Writes:
 // shared memory, and its words in the workspace. Cost: one exchange of words between blocks; not measured alone yet.
 #pragma once
 
@@ -112,8 +113,20 @@ __device__ inline bool read_headers(const Heap& heap, const Senders& senders, ui
     return true;
 }
 
+// The blocks that take part in the microbatch that the first warp has read the headers of.
+__device__ inline int blocks_for(const Heap& heap, const Team& team, const RegroupShared& shared) {
+    return max(1, min(team.num_blocks, (shared.first[heap.num_ranks] + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK));
+}
+
+// What the word of the first block says of `magic` to this block. A block that has fallen behind had no part.
+__device__ inline Outcome part_of_word(uint64_t word, uint64_t magic, int block, int& num_blocks) {
+    const bool current = word >> 16 == magic;
+    num_blocks = current && block < int(word & 0xffff) ? int(word & 0xffff) : 0;
+    return current && (word & 0xffff) == 0 ? Outcome::STOPPED : Outcome::ARRIVED;
+}
+
 // The first block opens a microbatch, the others learn from its word whether they take part. `watch`: what the first block waits for.
-// All threads; afterwards `shared.outcome`, `num_blocks` and `first` hold for the block. A block that has fallen behind had no part.
+// All threads; afterwards `shared.outcome`, `num_blocks` and `first` hold for the block.
 __device__ inline void open_microbatch(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders, bool replayed, RegroupShared& shared) {
     uint64_t& opened = workspace(heap).opened[slot_of(watch.magic, heap.depth)];
     const int lane = team.lane();
@@ -123,7 +136,7 @@ __device__ inline void open_microbatch(const Heap& heap, const Team& team, const
         if (team.block == 0) {
             outcome = poll(heap, watch, lane).outcome;
             if (outcome == Outcome::ARRIVED && !read_headers(heap, senders, watch.magic, replayed, shared, lane)) outcome = Outcome::ABORTED;
-            if (outcome == Outcome::ARRIVED) num_blocks = max(1, min(team.num_blocks, (shared.first[heap.num_ranks] + TOKENS_PER_BLOCK - 1) / TOKENS_PER_BLOCK));
+            if (outcome == Outcome::ARRIVED) num_blocks = blocks_for(heap, team, shared);
             if (lane == 0 && outcome != Outcome::ABORTED) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
         } else {
             uint64_t word = 0;
@@ -132,16 +145,40 @@ __device__ inline void open_microbatch(const Heap& heap, const Team& team, const
                 if (aborted(heap)) break;
                 if (polls > POLLS_BEFORE_SLEEP) __nanosleep(IDLE_SLEEP_NS);
             }
-            num_blocks = word >> 16 == watch.magic ? int(word & 0xffff) : 0;
-            if (word >> 16 < watch.magic) outcome = Outcome::ABORTED;
-            if (word >> 16 == watch.magic && num_blocks == 0) outcome = Outcome::STOPPED;
-            if (team.block >= num_blocks) num_blocks = 0;
+            outcome = word >> 16 < watch.magic ? Outcome::ABORTED : part_of_word(word, watch.magic, team.block, num_blocks);
             if (num_blocks && !read_headers(heap, senders, watch.magic, replayed, shared, lane)) outcome = Outcome::ABORTED;
         }
         if (lane == 0) shared.outcome = outcome, shared.num_blocks = num_blocks;
         if (lane < heap.num_ranks) shared.before[lane] = 0;
     }
     team.sync();
+}
+
+// The same without waiting: true in all threads if the microbatch is there already and this block takes part in it.
+__device__ inline bool try_to_open(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders, RegroupShared& shared) {
+    uint64_t& opened = workspace(heap).opened[slot_of(watch.magic, heap.depth)];
+    const int lane = team.lane();
+    if (team.thread < WARP) {
+        int num_blocks = 0;
+        if (team.block == 0) {
+            const bool here = lane >= heap.num_ranks || load_word(watch.flags + lane * watch.stride) >= arrival_threshold(watch.magic);
+            if (__all_sync(ALL_LANES, here) && read_headers(heap, senders, watch.magic, false, shared, lane)) num_blocks = blocks_for(heap, team, shared);
+            if (lane == 0 && num_blocks) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
+        } else {
+            part_of_word(load_word_of_gpu(&opened), watch.magic, team.block, num_blocks);
+            if (num_blocks && !read_headers(heap, senders, watch.magic, false, shared, lane)) num_blocks = 0;
+        }
+        if (lane == 0) shared.outcome = Outcome::ARRIVED, shared.num_blocks = num_blocks;
+        if (lane < heap.num_ranks) shared.before[lane] = 0;
+    }
+    team.sync();
+    return shared.num_blocks != 0;
+}
+
+// The run of tokens of this block.
+__device__ inline int2 run_of_block(const Heap& heap, const Team& team, const RegroupShared& shared) {
+    const int64_t num_tokens = shared.first[heap.num_ranks];
+    return {int(num_tokens * team.block / shared.num_blocks), int(num_tokens * (team.block + 1) / shared.num_blocks)};
 }
 
 __device__ inline int sender_of(const RegroupShared& shared, int token) {
@@ -177,19 +214,14 @@ __device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& sende
     return mask;
 }
 
-// Let `shared.before` hold the rows of each rank before token `begin`, this block's first: count the run, tell the other blocks, add
-// theirs. Every block that takes part calls it. Returns false after an abort. Begins and ends with a barrier.
-__device__ inline bool count_rows_before(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, int begin, int end, uint64_t magic) {
+// Count the rows of each rank in this block's run and tell the other blocks. Every block that takes part calls it, behind a barrier.
+__device__ inline void count_run(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, uint64_t magic) {
+    if (shared.num_blocks == 1) return;
+    const int2 run = run_of_block(heap, team, shared);
     const int lane = team.lane();
     int rows_of_lane = 0;
-    team.sync();
-    if (shared.num_blocks == 1) {
-        if (team.warp() == 0 && lane < heap.num_ranks) shared.before[lane] = 0;
-        team.sync();
-        return true;
-    }
-    for (int token = begin + team.warp() * WARP; token < end; token += team.num_threads) {
-        const uint32_t mask = token + lane < end ? ranks_of_token(heap, senders, shared, token + lane, magic) : 0;
+    for (int token = run.x + team.warp() * WARP; token < run.y; token += team.num_threads) {
+        const uint32_t mask = token + lane < run.y ? ranks_of_token(heap, senders, shared, token + lane, magic) : 0;
         for (int rank = 0; rank < heap.num_ranks; ++rank) {
             const int rows = __popc(__ballot_sync(ALL_LANES, mask >> rank & 1));
             if (lane == rank) rows_of_lane += rows;
@@ -197,21 +229,30 @@ __device__ inline bool count_rows_before(const Heap& heap, const Team& team, con
     }
     shared.warp_rows[team.warp()][lane] = rows_of_lane;
     team.sync();
+    if (team.warp() != 0) return;
+    const uint64_t slot = slot_of(magic, heap.depth);
+    int total = 0;
+    for (int warp = 0; warp < team.num_warps(); ++warp) total += shared.warp_rows[warp][lane];
+    workspace(heap).counted_rows[slot][team.block][lane] = total;
+    __syncwarp();
+    if (lane == 0) store_word_of_gpu(&workspace(heap).counted[slot][team.block], magic);
+}
+
+// Let `shared.before` hold the rows of each rank before this block's run: the counts of the blocks before it. Returns false after an
+// abort. Begins and ends with a barrier.
+__device__ inline bool add_lower_runs(const Heap& heap, const Team& team, RegroupShared& shared, uint64_t magic) {
+    const int lane = team.lane(), lower_blocks = shared.num_blocks == 1 ? 0 : team.block;
+    team.sync();
     if (team.warp() == 0) {
         const uint64_t slot = slot_of(magic, heap.depth);
-        int total = 0;
-        for (int warp = 0; warp < team.num_warps(); ++warp) total += shared.warp_rows[warp][lane];
-        workspace(heap).counted_rows[slot][team.block][lane] = total;
-        __syncwarp();
-        if (lane == 0) store_word_of_gpu(&workspace(heap).counted[slot][team.block], magic);
         bool good = true;
-        for (int other = lane; good && other < team.block; other += WARP)
+        for (int other = lane; other < lower_blocks; other += WARP)
             for (uint32_t polls = 1; good && load_word_of_gpu(&workspace(heap).counted[slot][other]) < magic; ++polls)
                 good = polls % POLLS_PER_CHECK || !aborted(heap);
         good = __all_sync(ALL_LANES, good);
         __syncwarp();
         int before = 0;
-        for (int other = 0; other < team.block; ++other) before += *reinterpret_cast<volatile uint32_t*>(&workspace(heap).counted_rows[slot][other][lane]);
+        for (int other = 0; other < lower_blocks; ++other) before += *reinterpret_cast<volatile uint32_t*>(&workspace(heap).counted_rows[slot][other][lane]);
         if (lane < heap.num_ranks) shared.before[lane] = before;
         if (lane == 0 && !good) shared.outcome = Outcome::ABORTED;
     }

@@ -10,13 +10,15 @@
 namespace inc {
 
 // A block that starts late may find the counter behind microbatches that the others have finished: it had no part in them.
-template <class Serve>
+template <class Shared, class Serve>
 __device__ inline void serve_until_stopped(const Heap& heap, const uint64_t* counter, Serve serve) {
-    __shared__ RegroupShared shared;
+    __shared__ Shared shared;
     extern __shared__ __align__(16) char dynamic[];
     const Team team = whole_block();
     const Tile tile = tile_in(dynamic, heap.num_ranks);
     if (aborted(heap)) return;
+    for (int word = team.thread; word < int(sizeof(Shared) / 4); word += team.num_threads) reinterpret_cast<uint32_t*>(&shared)[word] = 0;
+    team.sync();
     for (uint64_t magic = *counter + 1;; ++magic)
         if (serve(team, shared, tile, magic) != Outcome::ARRIVED) return;
 }
@@ -26,8 +28,8 @@ __device__ inline void serve_until_stopped(const Heap& heap, const uint64_t* cou
 extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
     dispatch_switch_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
     using namespace inc;
-    serve_until_stopped(heap, own<uint64_t>(heap, DispatchSwitchRegion::magic),
-                        [&](const Team& team, RegroupShared& shared, const Tile& tile, uint64_t magic) {
+    serve_until_stopped<DispatchShared>(heap, own<uint64_t>(heap, DispatchSwitchRegion::magic),
+                        [&](const Team& team, DispatchShared& shared, const Tile& tile, uint64_t magic) {
                             return serve_dispatch_microbatch(heap, team, shared, tile, magic, arguments);
                         });
 }
@@ -35,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
     combine_switch_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
     using namespace inc;
-    serve_until_stopped(heap, own<uint64_t>(heap, CombineSwitchRegion::magic),
+    serve_until_stopped<RegroupShared>(heap, own<uint64_t>(heap, CombineSwitchRegion::magic),
                         [&](const Team& team, RegroupShared& shared, const Tile& tile, uint64_t magic) {
                             return serve_combine_microbatch(heap, team, shared, tile, magic, arguments);
                         });
