@@ -6,6 +6,7 @@ Every call is checked. `cuda.bindings` is imported on first use, so that the pac
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,11 @@ from typing import Any
 import numpy as np
 
 from inc_runtime.errors import PlacementError
+
+
+READY_LIMIT_S = 20.0
+NOT_READY = (46, 805, 806, 807, 809)
+"""CUDA_ERROR_DEVICE_UNAVAILABLE and the errors of an MPS server that is starting, stopping or full."""
 
 
 @cache
@@ -36,9 +42,20 @@ def call(name: str, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else results or None
 
 
+def call_when_ready(name: str, *arguments: Any) -> Any:
+    """Like `call`, but gives MPS time: right after another job ended, its server refuses new clients for a while."""
+    deadline = time.monotonic() + READY_LIMIT_S
+    while True:
+        status, *results = getattr(driver(), name)(*arguments)
+        if int(status) not in NOT_READY or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return results[0] if results and int(status) == 0 else call(name, *arguments)
+
+
 def num_sms_of_gpus() -> list[int]:
     """SMs of every GPU that this process sees."""
-    call("cuInit", 0)
+    call_when_ready("cuInit", 0)
     attribute = driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     return [call("cuDeviceGetAttribute", attribute, call("cuDeviceGet", gpu)) for gpu in range(call("cuDeviceGetCount"))]
 
@@ -47,9 +64,9 @@ class Gpu:
     """The primary context of one GPU, made current; one stream for kernels and one for copies."""
 
     def __init__(self, index: int) -> None:
-        call("cuInit", 0)
+        call_when_ready("cuInit", 0)
         self.device = call("cuDeviceGet", index)
-        self.context = call("cuDevicePrimaryCtxRetain", self.device)
+        self.context = call_when_ready("cuDevicePrimaryCtxRetain", self.device)
         call("cuCtxSetCurrent", self.context)
         non_blocking = driver().CUstream_flags.CU_STREAM_NON_BLOCKING
         self.kernel_stream = call("cuStreamCreate", non_blocking)

@@ -1,10 +1,11 @@
-// A rank without a layer: pushes microbatches, takes a trivial expert, publishes, waits. Proves and times dispatch and combine alone.
-// Not part of any model; the megakernel calls the same four functions. Order of the stages: megakernel/pipeline.py, schedule.
+// A rank without a layer: pushes microbatches, takes a trivial expert, publishes, waits. Proves and times dispatch and combine
+// alone. Not part of any model; the megakernel calls the same four functions. Order of the stages: megakernel/pipeline.py,
+// schedule.
 //
-// The trivial expert multiplies a row by the number of its choices that live on this rank, so that the sum of a token is its row times
-// the number of its valid choices: exact in bfloat16 for small integers. Waits, signals, reads, writes: inc_all_to_all.cuh, and the
-// caller's output [num_tokens, H]. With `verify` the tokens are hashes of (rank, magic, token, column), every received row and every sum
-// is compared, and each stage may begin with a random delay.
+// The trivial expert multiplies a row by the number of its choices that live on this rank, so that the sum of a token is its row
+// times the number of its valid choices: exact in bfloat16 for small integers. Waits, signals, reads, writes: inc_all_to_all.cuh,
+// and the caller's output [num_tokens, H]. With `verify` the tokens are hashes of (rank, magic, token, column), every received
+// row and every sum is compared, and each stage may begin with a random delay.
 #include <cuda_bf16.h>
 
 #include "inc_all_to_all.cuh"
@@ -34,11 +35,14 @@ __device__ inline uint4 hashed_row(uint32_t seed, int rank, uint64_t magic, int 
 }
 
 __device__ inline uint32_t times(uint32_t pair, float factor) {
-    const __nv_bfloat162 product = __floats2bfloat162_rn(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
+    const __nv_bfloat162 product =
+        __floats2bfloat162_rn(__uint_as_float(pair << 16) * factor, __uint_as_float(pair & 0xffff0000u) * factor);
     return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-__device__ inline uint4 times(uint4 row, float factor) { return {times(row.x, factor), times(row.y, factor), times(row.z, factor), times(row.w, factor)}; }
+__device__ inline uint4 times(uint4 row, float factor) {
+    return {times(row.x, factor), times(row.y, factor), times(row.z, factor), times(row.w, factor)};
+}
 
 __device__ inline bool differ(uint4 a, uint4 b) { return a.x != b.x || a.y != b.y || a.z != b.z || a.w != b.w; }
 
@@ -60,13 +64,16 @@ struct Exchange {
     __device__ int num_warps() const { return team.num_blocks * team.num_warps(); }
 
     __device__ void note(int number, uint64_t ExchangeMoment::* stage) const {
-        if (call.timeline && team.block == 0 && team.thread == 0) reinterpret_cast<ExchangeMoment*>(call.timeline)[number].*stage = clock64();
+        if (call.timeline && team.block == 0 && team.thread == 0)
+            reinterpret_cast<ExchangeMoment*>(call.timeline)[number].*stage = clock64();
     }
 
     // A random wait before a stage, the same for all threads of a block, mostly short.
     __device__ void delay(int number, int stage) const {
         if (call.delay_ns == 0) return;
-        const float draw = (hash(call.seed ^ hash(heap.pe << 8 ^ team.block) ^ hash(uint32_t(first_magic) + number * 4 + stage)) & 0xffff) / 65536.0f;
+        const float draw =
+            (hash(call.seed ^ hash(heap.pe << 8 ^ team.block) ^ hash(uint32_t(first_magic) + number * 4 + stage)) & 0xffff) /
+            65536.0f;
         if (team.thread == 0) __nanosleep(uint32_t(draw * draw * draw * draw * call.delay_ns));
         team.sync();
     }
@@ -75,11 +82,13 @@ struct Exchange {
 // With `verify`, the warp that will put a part of a row makes it first.
 __device__ inline void make_tokens(const Exchange& x, uint64_t magic, char* tokens, int num_tokens) {
     const PushUnits cut = units_of_push(x.heap, x.team, num_tokens);
-    for (int unit = x.first_warp(); x.team.block < cut.num_blocks && unit < cut.num_units; unit += cut.num_blocks * x.team.num_warps()) {
+    for (int unit = x.first_warp(); x.team.block < cut.num_blocks && unit < cut.num_units;
+         unit += cut.num_blocks * x.team.num_warps()) {
         const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
         if (part == cut.parts) continue;
         for (int start = first_byte + x.team.lane() * 16; start < first_byte + cut.part_bytes; start += WARP * 16)
-            store_16_bytes(tokens + uint64_t(token) * x.heap.row_bytes + start, hashed_row(x.call.seed, x.heap.pe, magic, token, start / 16));
+            store_16_bytes(tokens + uint64_t(token) * x.heap.row_bytes + start,
+                           hashed_row(x.call.seed, x.heap.pe, magic, token, start / 16));
     }
     __syncwarp();
 }
@@ -127,7 +136,8 @@ __device__ inline bool experts(const Exchange& x, int number) {
         char* words = received.rows + uint64_t(row) * x.heap.row_bytes;
         for (int column = lane; column < x.heap.row_bytes / 16; column += WARP) {
             const uint4 word = load_16_bytes(words + column * 16);
-            if (x.call.verify) count_wrong(&x.result().wrong_rows, differ(word, hashed_row(x.call.seed, sender, magic, token, column)));
+            if (x.call.verify)
+                count_wrong(&x.result().wrong_rows, differ(word, hashed_row(x.call.seed, sender, magic, token, column)));
             store_16_bytes(words + column * 16, times(word, factor));
         }
     }
@@ -162,7 +172,9 @@ __device__ inline bool finish(const Exchange& x, int number) {
 // The stages of all microbatches in the order of megakernel/pipeline.py. Half an exchange keeps the whole ring in flight.
 __device__ inline void run(const Exchange& x) {
     const ExchangeMode mode = ExchangeMode(x.call.mode);
-    const int finish_lag = x.heap.depth - 1, experts_lag = mode == ExchangeMode::BOTH ? finish_lag / 2 : mode == ExchangeMode::DISPATCH ? finish_lag : 0;
+    const int finish_lag = x.heap.depth - 1, experts_lag = mode == ExchangeMode::BOTH       ? finish_lag / 2
+                                                           : mode == ExchangeMode::DISPATCH ? finish_lag
+                                                                                            : 0;
     for (int step = 0; step < x.call.num_microbatches + finish_lag; ++step) {
         if (step < x.call.num_microbatches && mode != ExchangeMode::COMBINE) send(x, step);
         if (const int number = step - experts_lag; number >= 0 && number < x.call.num_microbatches) {
@@ -188,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(inc::RANK_THREADS, 1)
     if (clerk) result.clock_begin = clock64(), result.timer_begin = timer_ns();
     run(exchange);
     if (clerk) result.clock_end = clock64(), result.timer_end = timer_ns();
-    if (finish_packet(heap, exchange.team, Packet::LEAVE, 0, exchange.team.num_blocks) && exchange.team.thread == 0) *counter += call.num_microbatches;
+    if (finish_packet(heap, exchange.team, Packet::LEAVE, 0, exchange.team.num_blocks) && exchange.team.thread == 0)
+        *counter += call.num_microbatches;
 }
 
 // A rank leaves: its stop word on every switch says which magic it will not send. One thread.

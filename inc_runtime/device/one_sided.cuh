@@ -1,17 +1,16 @@
 // The verbs of the protocol on the device. Twin: inc_runtime/one_sided.py; same names, same ordering guarantees.
 //
 // A PE acts through a Team of blocks. A put of several segments is one packet: each warp copies its share with `put_row` and
-// `put_words`, then every block that took part calls `finish_packet`; it returns true in the first warp of the last block, whose lanes
-// signal. Ordering: the copies of a block happen before its barrier, the fence of its first warp and its arrival at the counter; the last
-// block fences again before the words, so whoever sees a word sees the bytes of all blocks.
+// `put_words`, then every block that took part calls `finish_packet`; it returns true in the first warp of the last block, whose
+// lanes signal. Ordering: the copies of a block happen before its barrier, the fence of its first warp and its arrival at the
+// counter; the last block fences again before the words, so whoever sees a word sees the bytes of all blocks.
 //
 // Two links: DirectLink stores to and loads from the peers' mapped slabs; NvshmemLink goes through NVSHMEM's device API and
 // stages every source in the heap. Waits on: flags of this PE. Writes: peers' regions, flags, and on failure the error record.
 // Cost: results/data/collectives_*.csv.
 #pragma once
 
-#include "arguments.h"
-#include "protocol.h"
+#include "heap.cuh"
 
 #if defined(INC_VERBS_NVSHMEM)
 #include <nvshmem.h>
@@ -19,107 +18,13 @@
 #endif
 
 namespace inc {
-using namespace protocol;
-
-constexpr int WARP = 32;
-constexpr uint32_t ALL_LANES = 0xffffffffu;
-
-// The threads of one block that act for the PE, and the block's place among its blocks.
-struct Team {
-    int block, num_blocks, thread, num_threads;
-
-    __device__ int lane() const { return thread % WARP; }
-    __device__ int warp() const { return thread / WARP; }
-    __device__ int num_warps() const { return num_threads / WARP; }
-    __device__ void sync() const { asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory"); }
-};
-
-__device__ inline Team whole_block() { return {int(blockIdx.x), int(gridDim.x), int(threadIdx.x), int(blockDim.x)}; }
-
-// --- places -------------------------------------------------------------------------------------------------------------
-
-__device__ inline const Place& place_of(const Heap& heap, RankRegion r) { return heap.rank_places[int(r)]; }
-__device__ inline const Place& place_of(const Heap& heap, DispatchSwitchRegion r) { return heap.dispatch_places[int(r)]; }
-__device__ inline const Place& place_of(const Heap& heap, CombineSwitchRegion r) { return heap.combine_places[int(r)]; }
-
-template <class R>
-__device__ inline uint64_t offset_of(const Heap& heap, R region, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0) {
-    const Place& place = place_of(heap, region);
-    return place.offset + i * place.stride[0] + j * place.stride[1] + k * place.stride[2];
-}
-
-// A place on some PE; the region must be one of that PE's role.
-struct Remote {
-    int pe;
-    uint64_t offset;
-};
-
-__device__ inline char* address(const Heap& heap, Remote remote) {
-    return reinterpret_cast<char*>(heap.base[remote.pe] + remote.offset);
-}
-
-template <class T, class R>
-__device__ inline T* own(const Heap& heap, R region, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0) {
-    return reinterpret_cast<T*>(address(heap, {heap.pe, offset_of(heap, region, i, j, k)}));
-}
-
-__device__ inline Workspace& workspace(const Heap& heap) { return *reinterpret_cast<Workspace*>(heap.workspace); }
-
-// --- memory -------------------------------------------------------------------------------------------------------------
-
-__device__ inline uint64_t load_word(const void* word) {
-    uint64_t value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
-}
-
-__device__ inline void store_word(void* word, uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
-// Release and acquire for the whole system; with relaxed accesses around it.
-__device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-__device__ inline void store_word_after_fence(void* word, uint64_t value) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
-// Words between the blocks of one PE.
-__device__ inline uint64_t load_word_of_gpu(const void* word) {
-    uint64_t value;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
-}
-
-__device__ inline void store_word_of_gpu(void* word, uint64_t value) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
-__device__ inline uint4 load_16_bytes(const char* source) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(source)
-                 : "memory");
-    return v;
-}
-
-__device__ inline void store_16_bytes(char* target, uint4 v) {
-    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-
-__device__ inline uint64_t timer_ns() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
 
 // --- links --------------------------------------------------------------------------------------------------------------
 
-// One warp reads `num_words` of `Word` from `source` once and stores them to the target of every bit of `mask`.
+// One warp reads `num_bytes` at `source` once and stores them to the target of every bit of `mask`.
 template <int UNROLL, class TargetOf>
-__device__ inline void store_to_all(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask, TargetOf target_of) {
+__device__ inline void store_to_all(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask,
+                                    TargetOf target_of) {
     for (int start = lane * 16; start < num_bytes; start += WARP * 16 * UNROLL) {
         uint4 words[UNROLL];
 #pragma unroll
@@ -140,13 +45,15 @@ struct DirectLink {
 
     // Copy `num_bytes` (a multiple of 16) at `source`, read once, to `target_of(bit)` for every bit of `mask`. One warp.
     template <class TargetOf>
-    static __device__ void put_row(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask, TargetOf target_of) {
+    static __device__ void put_row(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask,
+                                   TargetOf target_of) {
         store_to_all<8>(heap, source, num_bytes, lane, mask, target_of);
     }
 
     // The same for records and headers: a multiple of 8 bytes.
     template <class TargetOf>
-    static __device__ void put_words(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask, TargetOf target_of) {
+    static __device__ void put_words(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask,
+                                     TargetOf target_of) {
         for (int start = lane * 8; start < num_bytes; start += WARP * 8) {
             const uint64_t word = *reinterpret_cast<const uint64_t*>(source + start);
             for (uint32_t left = mask; left; left &= left - 1)
@@ -155,12 +62,16 @@ struct DirectLink {
     }
 
     // Where this warp can read a row of a peer: in place.
-    static __device__ const char* get_row(const Heap& heap, Remote row, int num_bytes, char* landing) { return address(heap, row); }
+    static __device__ const char* get_row(const Heap& heap, Remote row, int num_bytes, char* landing) {
+        return address(heap, row);
+    }
 
     static __device__ void quiet() { fence_system(); }
 
     // Behind a `quiet` of the same thread.
-    static __device__ void raise(const Heap& heap, Remote flag, uint64_t word) { store_word_after_fence(address(heap, flag), word); }
+    static __device__ void raise(const Heap& heap, Remote flag, uint64_t word) {
+        store_word_after_fence(address(heap, flag), word);
+    }
 };
 
 #if defined(INC_VERBS_NVSHMEM)
@@ -169,7 +80,8 @@ struct NvshmemLink {
     static constexpr bool STAGED = true;
 
     template <class TargetOf>
-    static __device__ void put_row(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask, TargetOf target_of) {
+    static __device__ void put_row(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask,
+                                   TargetOf target_of) {
         __syncwarp();
         for (uint32_t left = mask; left; left &= left - 1) {
             const Remote target = target_of(__ffs(left) - 1);
@@ -178,7 +90,8 @@ struct NvshmemLink {
     }
 
     template <class TargetOf>
-    static __device__ void put_words(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask, TargetOf target_of) {
+    static __device__ void put_words(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask,
+                                     TargetOf target_of) {
         put_row(heap, source, num_bytes, lane, mask, target_of);
     }
 
@@ -204,7 +117,8 @@ using Link = DirectLink;
 // Into how many parts a row is cut, so that few rows still keep every warp of a block busy.
 __device__ inline int parts_of_row(int num_rows, int num_warps, int row_bytes) {
     int parts = 1;
-    while (parts < 8 && num_rows * parts * 2 <= num_warps && row_bytes % (parts * 32) == 0 && row_bytes >= parts * 1024) parts *= 2;
+    while (parts < 8 && num_rows * parts * 2 <= num_warps && row_bytes % (parts * 32) == 0 && row_bytes >= parts * 1024)
+        parts *= 2;
     return parts;
 }
 
@@ -227,8 +141,8 @@ __device__ inline void publish_error(const Heap& heap) {
 __device__ inline bool aborted(const Heap& heap) { return load_word(own<char>(heap, RankRegion::abort)) != 0; }
 
 // Report a value of `sender` that must not be: `field` of its header, or an expert of one of its tokens. One thread.
-__device__ inline void report_value(const Heap& heap, ErrorKind kind, Tag tag, uint64_t magic, int sender, int field, uint64_t expected,
-                                    uint64_t seen) {
+__device__ inline void report_value(const Heap& heap, ErrorKind kind, Tag tag, uint64_t magic, int sender, int field,
+                                    uint64_t expected, uint64_t seen) {
     if (!claim_error(heap)) return;
     ErrorRecord& record = error_record(heap);
     record.kind = uint32_t(kind);
@@ -256,7 +170,7 @@ struct Watch {
     const char* flags;
     uint64_t stride;
     uint32_t pending;
-    bool all;                // wait for all of `pending`, else for one at least
+    bool all;  // wait for all of `pending`, else for one at least
     Tag tag;
     uint64_t magic;
     const char* stop_words;  // a switch while idle: no limit until the first arrival, ends when all ranks have stopped
@@ -268,7 +182,8 @@ constexpr uint32_t POLLS_PER_STOP_CHECK = 64;  // and the stop words
 constexpr uint32_t POLLS_BEFORE_SLEEP = 4096;
 constexpr uint32_t WAIT_SLEEP_NS = 100, IDLE_SLEEP_NS = 1000;
 
-__device__ inline void report_timeout(const Heap& heap, const Watch& watch, uint64_t word, uint32_t arrived, uint64_t waited_ns, int lane) {
+__device__ inline void report_timeout(const Heap& heap, const Watch& watch, uint64_t word, uint32_t arrived, uint64_t waited_ns,
+                                      int lane) {
     const bool claimed = __shfl_sync(ALL_LANES, lane == 0 && claim_error(heap), 0);
     if (!claimed) return;
     ErrorRecord& record = error_record(heap);
@@ -284,8 +199,8 @@ __device__ inline void report_timeout(const Heap& heap, const Watch& watch, uint
     publish_error(heap);
 }
 
-// One warp waits. Acquire: what the senders put before their words is visible to the warp, and after a barrier to the team. The last lane
-// watches the abort word, where it has no flag.
+// One warp waits. Acquire: what the senders put before their words is visible to the warp, and after a barrier to the team. The
+// last lane watches the abort word, where it has no flag.
 __device__ inline Waited poll(const Heap& heap, const Watch& watch, int lane) {
     const bool watching = watch.pending >> lane & 1, sentinel = lane == WARP - 1 && !watching;
     const char* word_of_lane = sentinel ? own<char>(heap, RankRegion::abort) : watch.flags + lane * watch.stride;
@@ -340,8 +255,8 @@ __device__ inline bool wait_until(const Heap& heap, const Team& team, const char
 
 // --- packets ------------------------------------------------------------------------------------------------------------
 
-// Each of the `num_blocks` blocks that fill a packet calls it once it has copied its share. Begins with a barrier. True in all lanes of
-// the first warp of the last block, which then signal; false elsewhere.
+// Each of the `num_blocks` blocks that fill a packet calls it once it has copied its share. Begins with a barrier. True in all
+// lanes of the first warp of the last block, which then signal; false elsewhere.
 __device__ inline bool finish_packet(const Heap& heap, const Team& team, Packet packet, uint64_t slot, int num_blocks) {
     team.sync();
     if (team.warp() != 0) return false;

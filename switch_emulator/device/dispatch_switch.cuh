@@ -4,9 +4,10 @@
 // Waits on: tokens_arrived of every rank. Signals: expert_rows_arrived on every rank, payload or not; plan_arrived on the combine
 // switch. Reads: its inbox, each row once. Writes: expert_rows [rows, H] and its records and header on the expert ranks;
 // plan_header and plan_routing on the combine switch.
-// A row is loaded once into registers and stored to each rank; of few tokens, a row is cut over several warps. Records of neighbouring rows
-// are written as one run: alone, each would cost four partial sectors of the link. The bulk copy engine was slower: DECISIONS.md.
-// Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric egress.
+// A row is loaded once into registers and stored to each rank; of few tokens, a row is cut over several warps. Records of
+// neighbouring rows are written as one run: alone, each would cost four partial sectors of the link. The bulk copy engine was
+// slower: DECISIONS.md. Cost: one load and one store per needing rank for each row; results/data/collectives_*.csv, metric
+// egress.
 #pragma once
 
 #include "regroup.cuh"
@@ -37,7 +38,8 @@ __device__ inline void multicast_record(const DispatchTile& t, int index, int la
     const int sender = t.sender(index);
     const uint64_t records = offset_of(t.heap, RankRegion::expert_rows_routing, t.slot), row = t.row_of_sender(index);
     const char* record = record_of(t.heap, t.senders, t.shared, t.tile.begin + index, sender);
-    const Remote plan{t.heap.combine_switch, offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, sender) + row * t.heap.record_bytes};
+    const Remote plan{t.heap.combine_switch,
+                      offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, sender) + row * t.heap.record_bytes};
     Link::put_words(t.heap, record, t.heap.record_bytes, lane, t.tile.mask[index],
                     [&](int rank) { return Remote{rank, records + t.row_of_rank(index, rank) * t.heap.record_bytes}; });
     Link::put_words(t.heap, record, t.heap.record_bytes, lane, 1, [&](int) { return plan; });
@@ -62,23 +64,27 @@ __device__ inline void copy_words(const Team& team, int num_words, SourceOf sour
 __device__ inline void multicast_records(const DispatchTile& t, const Team& team) {
     const int words = t.heap.record_bytes / 8;
     const auto word_of_token = [&](int index, int word) {
-        return reinterpret_cast<const uint64_t*>(record_of(t.heap, t.senders, t.shared, t.tile.begin + index, t.sender(index))) + word;
+        return reinterpret_cast<const uint64_t*>(record_of(t.heap, t.senders, t.shared, t.tile.begin + index, t.sender(index))) +
+               word;
     };
     for (int rank = 0; rank < t.heap.num_ranks; ++rank) {
         const int first_row = t.shared.first_rows[rank], num_rows = t.shared.before[rank] - first_row;
         const uint16_t* token_of_row = t.tile.token_of_row + rank * SWITCH_THREADS;
-        uint64_t* target = reinterpret_cast<uint64_t*>(
-            address(t.heap, {rank, offset_of(t.heap, RankRegion::expert_rows_routing, t.slot) + uint64_t(first_row) * t.heap.record_bytes}));
-        copy_words(team, num_rows * words, [&](int at) { return word_of_token(token_of_row[at / words], at % words); },
-                   [&](int at) { return target + at; });
+        uint64_t* target =
+            reinterpret_cast<uint64_t*>(address(t.heap, {rank, offset_of(t.heap, RankRegion::expert_rows_routing, t.slot) +
+                                                                   uint64_t(first_row) * t.heap.record_bytes}));
+        copy_words(
+            team, num_rows * words, [&](int at) { return word_of_token(token_of_row[at / words], at % words); },
+            [&](int at) { return target + at; });
     }
-    copy_words(team, t.tile.num_tokens * words, [&](int at) { return word_of_token(at / words, at % words); },
-               [&](int at) {
-                   const int index = at / words;
-                   const uint64_t records = offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, t.sender(index));
-                   const Remote record{t.heap.combine_switch, records + uint64_t(t.row_of_sender(index)) * t.heap.record_bytes};
-                   return reinterpret_cast<uint64_t*>(address(t.heap, record)) + at % words;
-               });
+    copy_words(
+        team, t.tile.num_tokens * words, [&](int at) { return word_of_token(at / words, at % words); },
+        [&](int at) {
+            const int index = at / words;
+            const uint64_t records = offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, t.sender(index));
+            const Remote record{t.heap.combine_switch, records + uint64_t(t.row_of_sender(index)) * t.heap.record_bytes};
+            return reinterpret_cast<uint64_t*>(address(t.heap, record)) + at % words;
+        });
 }
 
 // Send the tokens of one tile. All warps of the block.
@@ -90,14 +96,17 @@ __device__ inline void multicast_tile(const DispatchTile& t, const Team& team) {
     const int units = records_as_run ? parts : parts + 1;
     for (int unit = team.warp(); unit < num_tokens * units; unit += num_warps) {
         const int i = unit / units, part = unit % units, first_byte = part * part_bytes;
-        if (part == parts) multicast_record(t, i, team.lane());
-        else Link::put_row(t.heap, t.source(i) + first_byte, part_bytes, team.lane(), t.tile.mask[i],
-                           [&](int rank) { return Remote{rank, t.target(i, rank).offset + first_byte}; });
+        if (part == parts)
+            multicast_record(t, i, team.lane());
+        else
+            Link::put_row(t.heap, t.source(i) + first_byte, part_bytes, team.lane(), t.tile.mask[i],
+                          [&](int rank) { return Remote{rank, t.target(i, rank).offset + first_byte}; });
     }
 }
 
 // Header of the packet of each expert rank, once the totals are known: the first sender's with NUM_ROWS replaced.
-__device__ inline void put_packet_headers(const Heap& heap, const Team& team, const RegroupShared& shared, const Senders& senders, uint64_t slot) {
+__device__ inline void put_packet_headers(const Heap& heap, const Team& team, const RegroupShared& shared, const Senders& senders,
+                                          uint64_t slot) {
     const int lane = team.lane();
     for (int rank = team.warp(); rank < heap.num_ranks; rank += team.num_warps()) {
         const int total = shared.before[rank];
@@ -113,7 +122,8 @@ __device__ inline void put_packet_headers(const Heap& heap, const Team& team, co
         __syncwarp();
         for (int rank = team.warp(); rank < heap.num_ranks; rank += team.num_warps())
             if (shared.before[rank])
-                Link::put_words(heap, own<char>(heap, DispatchSwitchRegion::outbox_header, slot, rank, 0), HEADER_FIELDS * 8, lane, 1,
+                Link::put_words(heap, own<char>(heap, DispatchSwitchRegion::outbox_header, slot, rank, 0), HEADER_FIELDS * 8,
+                                lane, 1,
                                 [&](int) { return Remote{rank, offset_of(heap, RankRegion::expert_rows_header, slot, 0, 0)}; });
     }
 }
@@ -129,12 +139,15 @@ __device__ inline void forward_plan_headers(const Heap& heap, const Team& team, 
 // Words of one microbatch, by one warp: every rank is signalled, also one that gets no row.
 __device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& shared, uint64_t slot, uint64_t magic, int lane) {
     if (lane < heap.num_ranks) {
-        const uint32_t total = shared.num_blocks == 1 ? shared.before[lane] : *reinterpret_cast<volatile uint32_t*>(&workspace(heap).total_rows[slot][lane]);
+        const uint32_t total = shared.num_blocks == 1
+                                   ? shared.before[lane]
+                                   : *reinterpret_cast<volatile uint32_t*>(&workspace(heap).total_rows[slot][lane]);
         signal(heap, {lane, offset_of(heap, RankRegion::expert_rows_arrived, slot, 0, 0)}, signal_word(magic, total > 0));
         atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_sent), (unsigned long long)total);
     }
     if (lane == 0) {
-        signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_arrived, slot, 0)}, signal_word(magic, true));
+        signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_arrived, slot, 0)},
+               signal_word(magic, true));
         *own<uint64_t>(heap, DispatchSwitchRegion::magic) = magic;
     }
 }
@@ -143,18 +156,24 @@ __device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& 
 __device__ inline Watch watch_senders(const Heap& heap, uint64_t magic) {
     const uint32_t everyone = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
     return {own<char>(heap, DispatchSwitchRegion::tokens_arrived, slot_of(magic, heap.depth), 0),
-            place_of(heap, DispatchSwitchRegion::tokens_arrived).stride[1], everyone, true, Tag::DISPATCH_TOKENS, magic,
+            place_of(heap, DispatchSwitchRegion::tokens_arrived).stride[1],
+            everyone,
+            true,
+            Tag::DISPATCH_TOKENS,
+            magic,
             own<char>(heap, DispatchSwitchRegion::stop)};
 }
 
 __device__ inline Senders senders_in_inbox(const Heap& heap, uint64_t magic) {
     const uint64_t inbox = slot_of(magic, heap.depth) * heap.num_ranks;
-    return {own<char>(heap, DispatchSwitchRegion::inbox_header, inbox), place_of(heap, DispatchSwitchRegion::inbox_header).stride[0],
-            own<char>(heap, DispatchSwitchRegion::inbox_routing, inbox), place_of(heap, DispatchSwitchRegion::inbox_routing).stride[0],
-            Tag::DISPATCH_TOKENS};
+    return {own<char>(heap, DispatchSwitchRegion::inbox_header, inbox),
+            place_of(heap, DispatchSwitchRegion::inbox_header).stride[0],
+            own<char>(heap, DispatchSwitchRegion::inbox_routing, inbox),
+            place_of(heap, DispatchSwitchRegion::inbox_routing).stride[0], Tag::DISPATCH_TOKENS};
 }
 
-// Headers and counts of the microbatch in hand and of the next, by the low bit of magic; `counted`: up to which magic this block is.
+// Headers and counts of the microbatch in hand and of the next, by the low bit of magic; `counted`: up to which magic this block
+// is.
 struct DispatchShared {
     RegroupShared of[2];
     uint64_t counted;
@@ -170,8 +189,8 @@ __device__ inline void look_ahead(const Heap& heap, const Team& team, DispatchSh
 }
 
 // Collect one microbatch of all ranks and multicast it. Every block of the switch calls it.
-__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, DispatchShared& both, Tile tile, uint64_t magic,
-                                                    const SwitchArguments& arguments) {
+__device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team& team, DispatchShared& both, Tile tile,
+                                                    uint64_t magic, const SwitchArguments& arguments) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const Senders senders = senders_in_inbox(heap, magic);
     RegroupShared& shared = both.of[magic & 1];

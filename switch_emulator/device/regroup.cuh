@@ -1,12 +1,13 @@
 // Which expert ranks need each token, and where its row stands in their slots. Twin: rows_of_sender in dispatch_switch.py and
 // CombinePlan in combine_plan.py; both switches run this on the same records, so they agree without exchanging positions.
 //
-// Tokens of one microbatch are numbered through, sender by sender. The row of a token in the slot of an expert rank is the number of
-// earlier tokens that need that rank. The first block of a switch opens a microbatch: it alone watches the senders, reads the headers and
-// says how many blocks take part, so that few tokens cost no meeting of blocks. Each of them counts the rows of its own run of tokens, adds
-// the counts of the blocks before it, and places its tokens tile by tile. A busy dispatch switch counts the next microbatch before it copies
-// the one in hand, so that no block waits for another's copies. Reads: headers and routing records of this PE's heap. Writes:
-// shared memory, and its words in the workspace. Cost: one exchange of words between blocks; not measured alone yet.
+// Tokens of one microbatch are numbered through, sender by sender. The row of a token in the slot of an expert rank is the number
+// of earlier tokens that need that rank. The first block of a switch opens a microbatch: it alone watches the senders, reads the
+// headers and says how many blocks take part, so that few tokens cost no meeting of blocks. Each of them counts the rows of its
+// own run of tokens, adds the counts of the blocks before it, and places its tokens tile by tile. A busy dispatch switch counts
+// the next microbatch before it copies the one in hand, so that no block waits for another's copies. Reads: headers and routing
+// records of this PE's heap. Writes: shared memory, and its words in the workspace. Cost: one exchange of words between blocks;
+// not measured alone yet.
 #pragma once
 
 #include "../../inc_runtime/device/one_sided.cuh"
@@ -40,17 +41,18 @@ struct Senders {
 };
 
 struct RegroupShared {
-    int first[MAX_RANKS + 1];  // number of the first token of each sender; the last entry is the number of tokens
-    int before[MAX_RANKS];     // rows of each expert rank before the next tile
-    int first_rows[MAX_RANKS]; // and before the tile in hand
+    int first[MAX_RANKS + 1];   // number of the first token of each sender; the last entry is the number of tokens
+    int before[MAX_RANKS];      // rows of each expert rank before the next tile
+    int first_rows[MAX_RANKS];  // and before the tile in hand
     int warp_rows[SWITCH_WARPS][MAX_RANKS];
     int num_experts;
     int num_blocks;  // blocks that take part in this microbatch; 0 where this block has nothing to do
     Outcome outcome;
 };
 
-// One tile: mask[i] the ranks that need token i, rows[i * num_ranks + rank] its row there. The tile's rows of a rank are neighbours in its
-// slot: `first_rows[rank]` to `first_rows[rank] + num_rows[rank] - 1`, and token_of_row[rank * SWITCH_THREADS + i] is the token of the i-th.
+// One tile: mask[i] the ranks that need token i, rows[i * num_ranks + rank] its row there. The tile's rows of a rank are
+// neighbours in its slot: `first_rows[rank]` to `first_rows[rank] + num_rows[rank] - 1`, and token_of_row[rank * SWITCH_THREADS +
+// i] is the token of the i-th.
 struct Tile {
     uint32_t* mask;
     int* rows;
@@ -92,7 +94,8 @@ __device__ inline bool check_header(const Heap& heap, const Senders& senders, in
 }
 
 // Read all headers; the first warp. Returns false where one is refused: then this PE has aborted.
-__device__ inline bool read_headers(const Heap& heap, const Senders& senders, uint64_t magic, bool replayed, RegroupShared& shared, int lane) {
+__device__ inline bool read_headers(const Heap& heap, const Senders& senders, uint64_t magic, bool replayed,
+                                    RegroupShared& shared, int lane) {
     int64_t header[HEADER_FIELDS] = {}, first[HEADER_FIELDS];
     const bool sends = lane < heap.num_ranks;
 #pragma unroll
@@ -125,9 +128,10 @@ __device__ inline Outcome part_of_word(uint64_t word, uint64_t magic, int block,
     return current && (word & 0xffff) == 0 ? Outcome::STOPPED : Outcome::ARRIVED;
 }
 
-// The first block opens a microbatch, the others learn from its word whether they take part. `watch`: what the first block waits for.
-// All threads; afterwards `shared.outcome`, `num_blocks` and `first` hold for the block.
-__device__ inline void open_microbatch(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders, bool replayed, RegroupShared& shared) {
+// The first block opens a microbatch, the others learn from its word whether they take part. `watch`: what the first block waits
+// for. All threads; afterwards `shared.outcome`, `num_blocks` and `first` hold for the block.
+__device__ inline void open_microbatch(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders,
+                                       bool replayed, RegroupShared& shared) {
     uint64_t& opened = workspace(heap).opened[slot_of(watch.magic, heap.depth)];
     const int lane = team.lane();
     if (team.thread < WARP) {
@@ -135,7 +139,8 @@ __device__ inline void open_microbatch(const Heap& heap, const Team& team, const
         int num_blocks = 0;
         if (team.block == 0) {
             outcome = poll(heap, watch, lane).outcome;
-            if (outcome == Outcome::ARRIVED && !read_headers(heap, senders, watch.magic, replayed, shared, lane)) outcome = Outcome::ABORTED;
+            if (outcome == Outcome::ARRIVED && !read_headers(heap, senders, watch.magic, replayed, shared, lane))
+                outcome = Outcome::ABORTED;
             if (outcome == Outcome::ARRIVED) num_blocks = blocks_for(heap, team, shared);
             if (lane == 0 && outcome != Outcome::ABORTED) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
         } else {
@@ -155,14 +160,17 @@ __device__ inline void open_microbatch(const Heap& heap, const Team& team, const
 }
 
 // The same without waiting: true in all threads if the microbatch is there already and this block takes part in it.
-__device__ inline bool try_to_open(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders, RegroupShared& shared) {
+__device__ inline bool try_to_open(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders,
+                                   RegroupShared& shared) {
     uint64_t& opened = workspace(heap).opened[slot_of(watch.magic, heap.depth)];
     const int lane = team.lane();
     if (team.thread < WARP) {
         int num_blocks = 0;
         if (team.block == 0) {
-            const bool here = lane >= heap.num_ranks || load_word(watch.flags + lane * watch.stride) >= arrival_threshold(watch.magic);
-            if (__all_sync(ALL_LANES, here) && read_headers(heap, senders, watch.magic, false, shared, lane)) num_blocks = blocks_for(heap, team, shared);
+            const bool here =
+                lane >= heap.num_ranks || load_word(watch.flags + lane * watch.stride) >= arrival_threshold(watch.magic);
+            if (__all_sync(ALL_LANES, here) && read_headers(heap, senders, watch.magic, false, shared, lane))
+                num_blocks = blocks_for(heap, team, shared);
             if (lane == 0 && num_blocks) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
         } else {
             part_of_word(load_word_of_gpu(&opened), watch.magic, team.block, num_blocks);
@@ -187,16 +195,19 @@ __device__ inline int sender_of(const RegroupShared& shared, int token) {
     return sender;
 }
 
-__device__ inline const char* record_of(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token, int sender) {
+__device__ inline const char* record_of(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token,
+                                        int sender) {
     return senders.records + sender * senders.record_stride + uint64_t(token - shared.first[sender]) * heap.record_bytes;
 }
 
 // The expert ranks that need a token. An expert that does not exist is reported and reaches nobody.
-__device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token, uint64_t magic) {
+__device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token,
+                                          uint64_t magic) {
     constexpr int AT_ONCE = 8;  // ids loaded before the first is looked at
     if (!heap.selective) return heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
     const int sender = sender_of(shared, token);
-    const int* experts = reinterpret_cast<const int*>(record_of(heap, senders, shared, token, sender) + RoutingRecord::expert_ids_offset(heap.top_k));
+    const int* experts = reinterpret_cast<const int*>(record_of(heap, senders, shared, token, sender) +
+                                                      RoutingRecord::expert_ids_offset(heap.top_k));
     const ExpertOwners owners = expert_owners(shared.num_experts, heap.num_ranks);
     uint32_t mask = 0;
     int bad = -1;
@@ -206,16 +217,22 @@ __device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& sende
         for (int i = 0; i < AT_ONCE; ++i) ids[i] = start + i < heap.top_k ? experts[start + i] : -1;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            if (ids[i] >= 0 && ids[i] < owners.num_experts) mask |= 1u << owners.rank_of(ids[i]);
-            else if (ids[i] != -1) bad = ids[i];
+            if (ids[i] >= 0 && ids[i] < owners.num_experts)
+                mask |= 1u << owners.rank_of(ids[i]);
+            else if (ids[i] != -1)
+                bad = ids[i];
         }
     }
-    if (bad != -1) report_value(heap, ErrorKind::BAD_EXPERT, senders.tag, magic, sender, token - shared.first[sender], owners.num_experts, bad);
+    if (bad != -1)
+        report_value(heap, ErrorKind::BAD_EXPERT, senders.tag, magic, sender, token - shared.first[sender], owners.num_experts,
+                     bad);
     return mask;
 }
 
-// Count the rows of each rank in this block's run and tell the other blocks. Every block that takes part calls it, behind a barrier.
-__device__ inline void count_run(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, uint64_t magic) {
+// Count the rows of each rank in this block's run and tell the other blocks. Every block that takes part calls it, behind a
+// barrier.
+__device__ inline void count_run(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared,
+                                 uint64_t magic) {
     if (shared.num_blocks == 1) return;
     const int2 run = run_of_block(heap, team, shared);
     const int lane = team.lane();
@@ -238,8 +255,8 @@ __device__ inline void count_run(const Heap& heap, const Team& team, const Sende
     if (lane == 0) store_word_of_gpu(&workspace(heap).counted[slot][team.block], magic);
 }
 
-// Let `shared.before` hold the rows of each rank before this block's run: the counts of the blocks before it. Returns false after an
-// abort. Begins and ends with a barrier.
+// Let `shared.before` hold the rows of each rank before this block's run: the counts of the blocks before it. Returns false after
+// an abort. Begins and ends with a barrier.
 __device__ inline bool add_lower_runs(const Heap& heap, const Team& team, RegroupShared& shared, uint64_t magic) {
     const int lane = team.lane(), lower_blocks = shared.num_blocks == 1 ? 0 : team.block;
     team.sync();
@@ -252,7 +269,8 @@ __device__ inline bool add_lower_runs(const Heap& heap, const Team& team, Regrou
         good = __all_sync(ALL_LANES, good);
         __syncwarp();
         int before = 0;
-        for (int other = 0; other < lower_blocks; ++other) before += *reinterpret_cast<volatile uint32_t*>(&workspace(heap).counted_rows[slot][other][lane]);
+        for (int other = 0; other < lower_blocks; ++other)
+            before += *reinterpret_cast<volatile uint32_t*>(&workspace(heap).counted_rows[slot][other][lane]);
         if (lane < heap.num_ranks) shared.before[lane] = before;
         if (lane == 0 && !good) shared.outcome = Outcome::ABORTED;
     }
@@ -261,7 +279,8 @@ __device__ inline bool add_lower_runs(const Heap& heap, const Team& team, Regrou
 }
 
 // Fill one tile and advance `shared.before` over it. Begins and ends with a barrier.
-__device__ inline void place_tile(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, Tile& tile, uint64_t magic) {
+__device__ inline void place_tile(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, Tile& tile,
+                                  uint64_t magic) {
     const int warp = team.warp(), lane = team.lane(), num_ranks = heap.num_ranks;
     team.sync();
     const bool present = team.thread < tile.num_tokens;
@@ -288,7 +307,8 @@ __device__ inline void place_tile(const Heap& heap, const Team& team, const Send
         for (int rank = 0; rank < num_ranks; ++rank) {
             const int row = tile.rows[team.thread * num_ranks + rank] + shared.warp_rows[warp][rank];
             tile.rows[team.thread * num_ranks + rank] = row;
-            if (mask >> rank & 1) tile.token_of_row[rank * SWITCH_THREADS + row - shared.first_rows[rank]] = uint16_t(team.thread);
+            if (mask >> rank & 1)
+                tile.token_of_row[rank * SWITCH_THREADS + row - shared.first_rows[rank]] = uint16_t(team.thread);
         }
     }
     team.sync();
