@@ -1,8 +1,8 @@
 """Builds a kernel file into a cubin with nvcc and nvlink, and keeps it by a hash of all that went in.
 
-The key covers every device source of the project, the generated headers, the options and, where NVSHMEM's device library is linked, its
-version. Entries are written under another name and renamed, under a lock, so that several processes of one job build once. A linked
-cubin contains NVSHMEM code, which is proprietary: it stays in the cache of the machine that built it.
+The key covers every device source of the project, the generated headers, the options and, where NVSHMEM's device library is
+linked, its version. Entries are written under another name and renamed, under a lock, so that several processes of one job build
+once. A linked cubin contains NVSHMEM code, which is proprietary: it stays in the cache of the machine that built it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Built:
 
     @property
     def resources(self) -> list[Resources]:
-        pattern = r"Function properties for (\w+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n.*?Used (\d+) registers"
+        pattern = (
+            r"Function properties for (\w+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+            r".*?Used (\d+) registers"
+        )
         found = re.findall(pattern, self.report)
         return [Resources(name, int(used), int(stack), int(stores) + int(loads)) for name, stack, stores, loads, used in found]
 

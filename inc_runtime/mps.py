@@ -21,20 +21,24 @@ CONTROL = "nvidia-cuda-mps-control"
 ANSWER_LIMIT_S = 10.0
 
 
+def _ask(question: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [CONTROL],
+        input=f"{question}\n",
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=ANSWER_LIMIT_S,
+        check=False,
+    )
+
+
 def daemon_answers(environment: Mapping[str, str]) -> bool:
     """True if the MPS daemon of this environment's pipe folder is there and healthy."""
     if shutil.which(CONTROL) is None:
         return False
     try:
-        answer = subprocess.run(
-            [CONTROL],
-            input="get_server_list\n",
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=ANSWER_LIMIT_S,
-            check=False,
-        )
+        answer = _ask("get_server_list", environment)
     except subprocess.TimeoutExpired:
         return False
     return answer.returncode == 0 and "Cannot find" not in answer.stdout + answer.stderr
@@ -92,6 +96,7 @@ def stop_daemon(environment: Mapping[str, str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    """Run a command under a daemon of our own. Returns its exit code."""
     command = arguments[1:] if arguments[:1] == ["--"] else arguments
     if not command:
         print(__doc__, file=sys.stderr)

@@ -1,7 +1,7 @@
 """Which GPU each PE runs on, and how many blocks its persistent kernel may have. Pure data: nothing here touches a GPU.
 
-Persistent kernels take their share of a GPU by their grid, one block per SM; library kernels take it by an MPS percentage. A few SMs of a
-shared GPU stay free, for copies and memsets that run as kernels.
+Persistent kernels take their share of a GPU by their grid, one block per SM; library kernels take it by an MPS percentage. A few
+SMs of a shared GPU stay free, for copies and memsets that run as kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FREE_SMS = 4
 
 
 class PlacementKind(enum.Enum):
-    """`native`: one GPU per PE. `scale_model`: the ranks share GPUs, the switches others. `shared`: one GPU per rank, the switches on
-    a few SMs of the same GPUs. `one_gpu`: all on one, functional only. `host`: no GPU.
+    """`native`: one GPU per PE. `scale_model`: the ranks share GPUs, the switches others. `shared`: one GPU per rank, the
+    switches on a few SMs of the same GPUs. `one_gpu`: all on one, functional only. `host`: no GPU.
     """
 
     NATIVE = "native"
@@ -93,7 +93,8 @@ def place(kind: PlacementKind, world: World, num_sms: Sequence[int]) -> Placemen
     if len(num_sms) < needed:
         best = choose(world, len(num_sms))
         raise ConfigurationError(
-            f"placement = {kind.value}: {world.num_pes} PEs need {needed} GPUs, found {len(num_sms)}. Use --placement {best.value}."
+            f"placement = {kind.value}: {world.num_pes} PEs need {needed} GPUs, found {len(num_sms)}. "
+            f"Use --placement {best.value}."
         )
     gpu_of = _gpus_of_pes(kind, world, len(num_sms))
     seats = []
@@ -102,7 +103,8 @@ def place(kind: PlacementKind, world: World, num_sms: Sequence[int]) -> Placemen
         blocks = _num_blocks(world, pe, mates, num_sms[gpu_of[pe]])
         if blocks < 1:
             raise ConfigurationError(
-                f"placement = {kind.value}: {len(mates)} PEs on GPU {gpu_of[pe]} leave no SM for {world.name_of(pe)}. Start fewer ranks."
+                f"placement = {kind.value}: {len(mates)} PEs on GPU {gpu_of[pe]} leave no SM for {world.name_of(pe)}. "
+                "Start fewer ranks."
             )
         seats.append(Seat(pe, gpu_of[pe], blocks, 100 // len(mates)))
     return Placement(kind, world, tuple(seats))

@@ -25,6 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from inc_runtime.backends.nvshmem import DeviceHeap, NvshmemJob
+from inc_runtime.collectives.microbatch import RoutedTokens
 from inc_runtime.compile_cache import build
 from inc_runtime.config import OLMOE_1B_7B, CommunicationModel, Pipeline, SumOrder, check
 from inc_runtime.device.arguments import SWITCH_MOMENT, ExchangeMode
@@ -40,11 +41,26 @@ COPY_BYTES, COPY_REPEATS, ALL_SMS = 128 << 20, 10, 132
 SHAPE, DEPTH = OLMOE_1B_7B, 3
 LIMIT_S = 60.0
 WARM_MICROBATCHES = 100
-COLUMNS = (
-    "measurement,source,placement,implementation,num_ranks,num_tokens,microbatch_tokens,metric,value,unit,"
-    "role,direction,switch_blocks,sum_order"
-).split(",")
-SERVED = {ExchangeMode.DISPATCH: (Role.DISPATCH_SWITCH,), ExchangeMode.COMBINE: (Role.COMBINE_SWITCH,), ExchangeMode.BOTH: tuple(Role)}
+COLUMNS = [
+    *(
+        "measurement",
+        "source",
+        "placement",
+        "implementation",
+        "num_ranks",
+        "num_tokens",
+        "microbatch_tokens",
+        "metric",
+        "value",
+        "unit",
+    ),
+    *("role", "direction", "switch_blocks", "sum_order"),
+]
+SERVED = {
+    ExchangeMode.DISPATCH: (Role.DISPATCH_SWITCH,),
+    ExchangeMode.COMBINE: (Role.COMBINE_SWITCH,),
+    ExchangeMode.BOTH: tuple(Role),
+}
 
 
 @dataclass
@@ -82,22 +98,29 @@ def measure_copy_peak(bench: Bench) -> None:
         bench.add("copy_peak", rate, "GB/s", direction=direction, switch_blocks=blocks)
 
 
-def routed(bench: Bench, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def routed(bench: Bench, num_tokens: int) -> RoutedTokens:
     """Random tokens of this rank with distinct, uniformly drawn experts."""
     rng = np.random.default_rng(bench.job.pe)
     tokens = rng.integers(0, 1 << 16, (num_tokens, SHAPE.hidden_size), np.uint16)
     ids = np.argsort(rng.random((num_tokens, SHAPE.num_experts)), axis=1)[:, : SHAPE.top_k]
-    return tokens, ids.astype(np.int32), np.ones(ids.shape, np.float32)
+    return RoutedTokens(tokens, ids.astype(np.int32), np.ones(ids.shape, np.float32))
 
 
 def run(
-    bench: Bench, heap: DeviceHeap, pipeline: Pipeline, mode: ExchangeMode, *, verify=False, timed=False, replay_plan=False,
+    bench: Bench,
+    heap: DeviceHeap,
+    pipeline: Pipeline,
+    mode: ExchangeMode,
+    *,
+    verify=False,
+    timed=False,
+    replay_plan=False,
     blocks: int | None = None,
 ) -> tuple[Exchanged | None, np.ndarray]:
     """One call on every rank, with the switches that the mode needs. Returns what the rank and the switch saw. Collective."""
     switch, done, moments = None, None, np.zeros(0, SWITCH_MOMENT)
     if heap.role is Role.COMPUTE_RANK:
-        call = Exchange(heap, SHAPE, pipeline, *routed(bench, pipeline.bound_tokens), mode=mode, verify=verify, timed=timed)
+        call = Exchange(heap, SHAPE, pipeline, routed(bench, pipeline.bound_tokens), mode=mode, verify=verify, timed=timed)
     elif heap.role in SERVED[mode]:
         length = pipeline.num_microbatches
         switch = RunningSwitch(
@@ -202,7 +225,8 @@ def write_table(bench: Bench, commit: str) -> Path:
         file.write(f"# Python {platform.python_version()}, {versions}; {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n")
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
-        fixed = {"measurement": "collectives", "source": "measured_gpu", "placement": placement, "implementation": "megakernel_inc"}
+        fixed = {"measurement": "collectives", "source": "measured_gpu", "placement": placement}
+        fixed["implementation"] = "megakernel_inc"
         writer.writerows({**fixed, "num_ranks": job.world.num_ranks, **row} for row in bench.rows)
     return path
 

@@ -19,7 +19,10 @@ KERNELS = {Role.DISPATCH_SWITCH: "dispatch_switch_kernel", Role.COMBINE_SWITCH: 
 
 
 class RunningSwitch:
-    """One launch of a switch kernel: it serves until every rank has stopped. `moments` [length]: when each microbatch came and left."""
+    """One launch of a switch kernel: it serves until every rank has stopped.
+
+    `timeline_length`: how many moments to keep, of when the tokens of a microbatch were there and when its words went out.
+    """
 
     def __init__(
         self,

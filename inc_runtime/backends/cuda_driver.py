@@ -16,7 +16,6 @@ import numpy as np
 
 from inc_runtime.errors import PlacementError
 
-
 READY_LIMIT_S = 20.0
 NOT_READY = (46, 805, 806, 807, 809)
 """CUDA_ERROR_DEVICE_UNAVAILABLE and the errors of an MPS server that is starting, stopping or full."""
@@ -24,6 +23,7 @@ NOT_READY = (46, 805, 806, 807, 809)
 
 @cache
 def driver() -> Any:
+    """The driver module of cuda.bindings. Raises PlacementError where it is not installed."""
     try:
         from cuda.bindings import driver as module
     except ImportError as error:

@@ -1,11 +1,11 @@
 """The NVSHMEM backend: one process per PE under torchrun, one symmetric slab on the GPUs, persistent kernels as roles.
 
-`NvshmemJob` joins the job and owns the slab; `DeviceHeap` carves it by a `HeapLayout` and starts kernels on it. Kernels run the CUDA twins of
-the role programs. They never trap: a wait that expires leaves a record in pinned host memory and raises the abort word, and `check`
-turns the record into the exception that the host backend raises.
+`NvshmemJob` joins the job and owns the slab; `DeviceHeap` carves it by a `HeapLayout` and starts kernels on it. Kernels run the
+CUDA twins of the role programs. They never trap: a wait that expires leaves a record in pinned host memory and raises the abort
+word, and `check` turns the record into the exception that the host backend raises.
 
-The unique id travels over a gloo group. NVSHMEM's `init` returns even when its GPU side failed, so the status is checked. Its calls hold the
-interpreter lock, so the watchdog is faulthandler's own thread.
+The unique id travels over a gloo group. NVSHMEM's `init` returns even when its GPU side failed, so the status is checked. Its
+calls hold the interpreter lock, so the watchdog is faulthandler's own thread.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ class NvshmemJob:
         status = int(bindings.init_status())
         if status < INIT_COMPLETE:
             raise PlacementError(
-                f"{self.name}: NVSHMEM came up with status {status}, at least {INIT_COMPLETE} is needed. Run with NVSHMEM_DEBUG=INFO; where "
-                "PEs share a GPU, check that MPS runs: python -m inc_runtime.mps -- torchrun ..."
+                f"{self.name}: NVSHMEM came up with status {status}, at least {INIT_COMPLETE} is needed. "
+                "Run with NVSHMEM_DEBUG=INFO; where PEs share a GPU, check that MPS runs: "
+                "python -m inc_runtime.mps -- torchrun ..."
             )
         return bindings
 
@@ -269,9 +270,9 @@ class DeviceHeap:
         )
 
     def wait(self, *, limit_s: float | None = None) -> None:
-        """Return once the kernels of this PE have ended. Raises what `check` raises, and ArrivalTimeout of the host after `limit_s`.
+        """Return once the kernels of this PE have ended. Raises what `check` raises, and ArrivalTimeout after `limit_s`.
 
-        The host's limit is for a grid whose blocks never all started, which no clock of the kernel sees.
+        The host's own limit is for a grid whose blocks never all started, which no clock of the kernel sees.
         """
         deadline = time.monotonic() + limit_s if limit_s is not None else None
         while self.gpu.running():
@@ -294,7 +295,8 @@ class DeviceHeap:
         if word:
             peer = magic_of(word) - 1
             raise Aborted(
-                f"{self.job.name} stopped: {self.job.world.name_of(peer)} raised the abort word. It reports: {self._report_of(peer)}"
+                f"{self.job.name} stopped: {self.job.world.name_of(peer)} raised the abort word. "
+                f"It reports: {self._report_of(peer)}"
             )
 
     def _report_of(self, peer: int) -> str:
@@ -310,25 +312,36 @@ class DeviceHeap:
     def _reported(self) -> Exception:
         record, world = self.record[0], self.job.world
         tag, magic = Tag(int(record["tag"])), int(record["magic"])
-        kind, sender = ErrorKind(int(record["kind"])), int(record["sender"])
+        kind, sender, seen_value = (
+            ErrorKind(int(record["kind"])),
+            int(record["sender"]),
+            int(record["seen"][:1].view(np.int64)[0]),
+        )
         if kind is ErrorKind.MISMATCH:
             field = Header(int(record["field"])).name.lower()
             return Mismatch(
-                f"{world.name_of(sender)} brought {field} = {record['seen'][:1].view(np.int64)[0]} to magic {magic}, expected {record['expected']}. "
+                f"{world.name_of(sender)} brought {field} = {seen_value} to magic {magic}, expected {record['expected']}. "
                 "Give every rank the same bound, microbatch size, shape and call order."
             )
         if kind is ErrorKind.BAD_EXPERT:
             return ConfigurationError(
-                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {record['seen'][:1].view(np.int64)[0]}, "
+                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {seen_value}, "
                 f"expected -1 to {int(record['expected']) - 1}. Use -1 for a choice that does not count."
             )
         awaited = awaited_senders(world, tag)
         seen = {name: int(record["seen"][i]) for i, name in enumerate(awaited)}
         missing = [name for i, name in enumerate(awaited) if int(record["missing"]) >> i & 1]
         wait = WaitRecord(
-            self.job.name, tag.name, magic - 1, slot_of(magic, self.layout.dims.depth), magic, int(record["expected"]), seen, missing,
+            self.job.name,
+            tag.name,
+            magic - 1,
+            slot_of(magic, self.layout.dims.depth),
+            magic,
+            int(record["expected"]),
+            seen,
+            missing,
             int(record["waited_ns"]) * 1e-9,
-        )  # fmt: skip
+        )
         return ArrivalTimeout(wait, "Raise INC_WAIT_LIMIT_S if it is only slow, or look at what the missing PE printed.")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap
+from inc_runtime.collectives.microbatch import RoutedTokens
 from inc_runtime.compile_cache import Built, build
 from inc_runtime.config import LayerShape, Pipeline
 from inc_runtime.device.arguments import EXCHANGE_ARGUMENTS, EXCHANGE_MOMENT, EXCHANGE_RESULT, ExchangeMode
@@ -28,6 +29,7 @@ class Exchanged:
 
 
 def build_exchange(heap: DeviceHeap) -> Built:
+    """Compile the exchange kernel for this GPU, or take it from the cache."""
     built = build(SOURCE, heap.verbs, heap.gpu.arch)
     if heap.verbs.value == "nvshmem":
         heap.job.init_module(built)
@@ -35,21 +37,32 @@ def build_exchange(heap: DeviceHeap) -> Built:
 
 
 class Exchange:
-    """One call of a rank: `tokens` [n, H] bfloat16, `expert_ids` [n, k] int32, `weights` [n, k] float32. `start`, then `finish`."""
+    """One call of a rank. `start`, then `finish`.
+
+    `given`: tokens [n, H] bfloat16, expert_ids [n, k], weights [n, k]. `verify`: tokens are made and compared on the device, and
+    each stage begins with a random delay of at most `delay_us`. `timed`: note the moments of each microbatch.
+    """
 
     def __init__(
-        self, heap: DeviceHeap, shape: LayerShape, pipeline: Pipeline, tokens: np.ndarray, expert_ids: np.ndarray, weights: np.ndarray, *,
-        mode: ExchangeMode = ExchangeMode.BOTH, verify: bool = False, seed: int = 0, delay_us: float = 0.0, timed: bool = False, layer: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        heap: DeviceHeap,
+        shape: LayerShape,
+        pipeline: Pipeline,
+        given: RoutedTokens,
+        *,
+        mode: ExchangeMode = ExchangeMode.BOTH,
+        verify: bool = False,
+        seed: int = 0,
+        delay_us: float = 0.0,
+        timed: bool = False,
+        layer: int = 0,
+    ) -> None:
         gpu, self.heap, self.num_microbatches = heap.gpu, heap, pipeline.num_microbatches
+        tokens, expert_ids, weights = given.tokens, given.expert_ids.astype(np.int32), given.weights.astype(np.float32)
         self.shape_of_output, self.timed = tokens.shape, timed
         self._addresses: dict[str, int] = {}
         self.arguments = np.zeros((), EXCHANGE_ARGUMENTS)
-        for name, array in (
-            ("tokens", tokens),
-            ("expert_ids", expert_ids.astype(np.int32)),
-            ("weights", weights.astype(np.float32)),
-        ):
+        for name, array in (("tokens", tokens), ("expert_ids", expert_ids), ("weights", weights)):
             self._addresses[name] = gpu.allocate(array.nbytes)
             gpu.write(self._addresses[name], array)
         self._addresses["output"] = gpu.allocate(tokens.nbytes, 0xFF)
@@ -73,22 +86,20 @@ class Exchange:
         """Wait for the kernel and free its memory. Raises what `DeviceHeap.check` raises."""
         self.heap.wait(limit_s=limit_s)
         gpu = self.heap.gpu
-        output = (
-            gpu.read(self._addresses["output"], int(np.prod(self.shape_of_output)) * 2).view(BF16).reshape(self.shape_of_output)
-        )
+        output = gpu.read(self._addresses["output"], int(np.prod(self.shape_of_output)) * BF16.itemsize).view(BF16)
         result = gpu.read(self._addresses["result"], EXCHANGE_RESULT.itemsize).view(EXCHANGE_RESULT)[0]
         moments = np.zeros(0, EXCHANGE_MOMENT)
         if self.timed:
-            moments = gpu.read(self._addresses["timeline"], self.num_microbatches * EXCHANGE_MOMENT.itemsize).view(
-                EXCHANGE_MOMENT
-            )
+            num_bytes = self.num_microbatches * EXCHANGE_MOMENT.itemsize
+            moments = gpu.read(self._addresses["timeline"], num_bytes).view(EXCHANGE_MOMENT)
         for address in self._addresses.values():
             gpu.free(address)
-        return Exchanged(output, int(result["wrong_rows"]), int(result["wrong_sums"]), _microseconds(moments, result))
+        wrong_rows, wrong_sums = int(result["wrong_rows"]), int(result["wrong_sums"])
+        return Exchanged(output.reshape(self.shape_of_output), wrong_rows, wrong_sums, _microseconds(moments, result))
 
 
 def _microseconds(moments: np.ndarray, result: np.void) -> np.ndarray:
-    """Moments in microseconds since the kernel began: [num_microbatches, 4]; clock cycles scaled by the timer over the whole call."""
+    """Moments in microseconds since the kernel began: [num_microbatches, 4]. Clock cycles, scaled by the timer over the call."""
     cycles = np.array(moments.tolist(), np.float64).reshape(len(moments), 4) - float(result["clock_begin"])
     total_ns = float(result["timer_end"]) - float(result["timer_begin"])
     return cycles * total_ns / 1e3 / max(float(result["clock_end"]) - float(result["clock_begin"]), 1.0)

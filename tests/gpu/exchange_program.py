@@ -1,4 +1,6 @@
-"""What each process of the GPU tests runs under torchrun: one property after another. Prints one line per case; exits with 1 on a failure.
+"""What each process of the GPU tests runs under torchrun: one property after another, one line per case.
+
+Exits with 1 on a failure.
 
 python -m inc_runtime.mps -- torchrun --nproc-per-node 6 -m tests.gpu.exchange_program parity --placement one_gpu
 """
@@ -12,6 +14,7 @@ import time
 import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap, NvshmemJob
+from inc_runtime.collectives.microbatch import RoutedTokens
 from inc_runtime.compile_cache import Verbs
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline, SumOrder
 from inc_runtime.device.exchange import Exchange, stop_switches
@@ -74,7 +77,7 @@ def check_parity(job: NvshmemJob, case: Case, verbs: Verbs) -> list[str]:
         job.barrier()
         if switch is None:
             given = case.given(call, job.pe)
-            started = Exchange(heap, case.shape, case.pipeline, given.tokens, given.expert_ids, given.weights, layer=call).start()
+            started = Exchange(heap, case.shape, case.pipeline, given, layer=call).start()
             if (started.finish(limit_s=LIMIT_S).output != outputs[job.pe]).any():
                 problems.append(f"call {call}: output differs")
         job.barrier()
@@ -124,9 +127,8 @@ def run_stress(
     if switch is None:
         rng = np.random.default_rng(job.pe)
         n = pipeline.bound_tokens
-        tokens = np.zeros((n, shape.hidden_size), np.dtype("u2"))
-        ids, weights = rng.integers(-1, 64, (n, 8)), np.zeros((n, 8))
-        call = Exchange(heap, shape, pipeline, tokens, ids, weights, verify=True, seed=7, delay_us=delay_us).start()
+        given = RoutedTokens(np.zeros((n, shape.hidden_size), "u2"), rng.integers(-1, 64, (n, 8)), np.zeros((n, 8)))
+        call = Exchange(heap, shape, pipeline, given, verify=True, seed=7, delay_us=delay_us).start()
         done = call.finish(limit_s=240)
         if done.wrong_rows or done.wrong_sums:
             problems.append(f"{done.wrong_rows} wrong words in rows, {done.wrong_sums} in sums")
@@ -134,8 +136,8 @@ def run_stress(
     seconds = time.monotonic() - begin
     heap.check()
     stop(job, heap, switch)
-    text = f"stress: {num_microbatches} microbatches of {microbatch_tokens}, depth {depth}, {order.value} order, delays {delay_us} us: {seconds:.1f} s"
-    return report(job, text, problems)
+    text = f"stress: {num_microbatches} microbatches of {microbatch_tokens}, depth {depth}, {order.value} order, "
+    return report(job, f"{text}delays {delay_us} us: {seconds:.1f} s", problems)
 
 
 FAULTS = (
@@ -160,7 +162,7 @@ def run_fault(job: NvshmemJob, fault: str, kind: str, words: str) -> bool:
             given = case.given(0, job.pe)
             if fault == "bad expert" and job.pe == 1:
                 given.expert_ids[3, 1] = 99
-            call = Exchange(heap, shape, pipeline, given.tokens, given.expert_ids, given.weights)
+            call = Exchange(heap, shape, pipeline, given)
             if fault == "other bound" and job.pe == 1:
                 call.arguments["bound_tokens"] = 16
             call.start().finish(limit_s=LIMIT_S)

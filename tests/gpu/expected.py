@@ -1,4 +1,4 @@
-"""What the role programs leave in memory: the exchange of `exchange_kernel.cu`, trivial expert and all, on the simulated backend."""
+"""What the role programs leave in memory: the exchange of `exchange_kernel.cu`, trivial expert and all, simulated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from switch_emulator.run_switch import run_switch
 
 @dataclass(frozen=True)
 class Case:
-    """Several calls on one heap. `num_tokens[call][rank]` tokens; small-integer rows, so that every order of a sum gives the same bytes."""
+    """Several calls on one heap. `num_tokens[call][rank]` tokens of small integers: every order of a sum gives the same bytes."""
 
     name: str
     shape: LayerShape

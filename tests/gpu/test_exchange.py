@@ -1,4 +1,4 @@
-"""INC all-to-all on real GPUs: parity with the role programs, a long run of hashed tokens, and faults that end with the right words.
+"""INC all-to-all on real GPUs: parity with the role programs, a long run of hashed tokens, faults that end with the right words.
 
 Each test starts a whole job: MPS where PEs share a GPU, torchrun, one process per PE. Without a GPU they are skipped.
 """

@@ -61,7 +61,7 @@ def test_the_gpus_found_choose_the_placement(num_gpus, kind):
 
 
 def test_too_few_gpus_are_refused_with_the_placement_that_fits():
-    with pytest.raises(ConfigurationError, match="need 6 GPUs, found 2. Use --placement scale_model"):
+    with pytest.raises(ConfigurationError, match=r"need 6 GPUs, found 2\. Use --placement scale_model"):
         place(PlacementKind.NATIVE, WORLD, [SMS, SMS])
 
 
