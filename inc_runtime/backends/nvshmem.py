@@ -25,7 +25,7 @@ from inc_runtime.compile_cache import Built, Verbs
 from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, ErrorKind, heap_argument
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, Mismatch, PlacementError, WaitRecord
-from inc_runtime.heap_layout import ERROR_BYTES, HeapLayout, Kind
+from inc_runtime.heap_layout import BF16, ERROR_BYTES, HeapLayout, Kind
 from inc_runtime.mps import require_daemon
 from inc_runtime.placement import Placement, PlacementKind, choose, place
 from inc_runtime.protocol import Header, Role, Tag, World, magic_of, slot_of
@@ -195,6 +195,10 @@ class DeviceHeap:
             )
         if layout.dims.depth > MAX_DEPTH:
             raise ConfigurationError(f"depth = {layout.dims.depth}: the kernels take {MAX_DEPTH} at most. Use a smaller depth.")
+        if layout.dims.row_dtype != BF16:
+            raise ConfigurationError(
+                f"row_format = {layout.dims.row_dtype}: the kernels add bfloat16. Use RowFormat.BFLOAT16."
+            )
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
