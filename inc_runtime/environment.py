@@ -16,6 +16,7 @@ class Environment:
     `start_limit_s` (INC_START_LIMIT_S): how long a PE waits for the other processes of its job to appear.
     `shared_memory_folder` (INC_SHARED_MEMORY_FOLDER): where the host backend keeps its heaps until all are mapped.
     `trace` (INC_TRACE): 1 records every verb.
+    `cache_folder` (INC_CACHE_FOLDER): where compiled kernels are kept.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Environment:
     start_limit_s: float
     shared_memory_folder: str
     trace: bool
+    cache_folder: str
 
     @classmethod
     def read(cls) -> Environment:
@@ -44,6 +46,7 @@ class Environment:
             start_limit_s=_seconds("INC_START_LIMIT_S", 120.0),
             shared_memory_folder=os.environ.get("INC_SHARED_MEMORY_FOLDER", "/dev/shm"),
             trace=bool(_number("INC_TRACE", 0)),
+            cache_folder=os.environ.get("INC_CACHE_FOLDER", os.path.expanduser("~/.cache/inc-moe")),
         )
 
     @property

@@ -25,6 +25,14 @@ class HeapTooLarge(IncError):
     """The symmetric heap does not fit in shared memory."""
 
 
+class BuildError(IncError):
+    """A kernel could not be compiled or linked, or no compiler was found."""
+
+
+class PlacementError(IncError):
+    """The GPUs, MPS or NVSHMEM cannot carry the job as placed."""
+
+
 class PeerMissing(IncError):
     """A PE of the job never appeared, or has another heap layout."""
 

@@ -1,0 +1,358 @@
+"""The NVSHMEM backend: one process per PE under torchrun, one symmetric slab on the GPUs, persistent kernels as roles.
+
+`NvshmemJob` joins the job and owns the slab; `DeviceHeap` carves it by a `HeapLayout` and starts kernels on it. Kernels run the
+CUDA twins of the role programs. They never trap: a wait that expires leaves a record in pinned host memory and raises the abort
+word, and `check` turns the record into the exception that the host backend raises.
+
+The unique id travels over a gloo group. NVSHMEM's `init` returns even when its GPU side failed, so the status is checked. Its
+calls hold the interpreter lock, so the watchdog is faulthandler's own thread.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
+from inc_runtime.compile_cache import Built, Verbs
+from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, ErrorKind, heap_argument
+from inc_runtime.environment import Environment
+from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, Mismatch, PlacementError, WaitRecord
+from inc_runtime.heap_layout import BF16, ERROR_BYTES, HeapLayout, Kind
+from inc_runtime.mps import require_daemon
+from inc_runtime.placement import Placement, PlacementKind, choose, place
+from inc_runtime.protocol import Header, Role, Tag, World, magic_of, slot_of
+
+ONE_HOST = {
+    "NVSHMEM_BOOTSTRAP": "UID",
+    "NVSHMEM_REMOTE_TRANSPORT": "none",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NVSHMEM_DISABLE_MNNVL": "1",
+    "NVSHMEM_DISABLE_NCCL": "1",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "1",
+}
+"""Environment of a job on one host; what the user has set stays."""
+
+INIT_COMPLETE = 2
+"""Least status of an NVSHMEM that device code can use."""
+
+NVSHMEM_OVERHEAD_BYTES = 64 << 20
+ZEROED = ("magic", "chunks_sent", "error_record")
+SWITCH_LIMIT_SHARE = 0.75
+"""A switch gives up before the ranks that wait for it do: it knows which rank is missing."""
+
+POLL_S = 0.001
+REPORT_LIMIT_S = 2.0
+
+
+class NvshmemJob:
+    """Membership of one process in the job. Make it with `join`; use as a context manager, which leaves.
+
+    `bases`: this process's addresses of the slabs of all PEs.
+    """
+
+    def __init__(self, world: World, placement: Placement, slab_bytes: int, environment: Environment) -> None:
+        import torch.distributed as distributed
+
+        self.world, self.placement, self.environment = world, placement, environment
+        self.pe, self.slab_bytes = environment.rank, slab_bytes
+        self.seat = placement.seats[self.pe]
+        self.name = world.name_of(self.pe)
+        for name, value in ONE_HOST.items():
+            os.environ.setdefault(name, value)
+        os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(slab_bytes + NVSHMEM_OVERHEAD_BYTES)
+        limit = datetime.timedelta(seconds=environment.start_limit_s)
+        distributed.init_process_group("gloo", timeout=limit)
+        self._distributed = distributed
+        assert self.seat.gpu is not None
+        self.gpu = Gpu(self.seat.gpu)
+        self._refuse_if_too_large()
+        faulthandler.dump_traceback_later(environment.start_limit_s, exit=True)
+        self._bindings = self._init()
+        self.slab = int(self._bindings.malloc(slab_bytes))
+        if not self.slab:
+            raise HeapTooLarge(
+                f"{self.name}: NVSHMEM could not allocate {slab_bytes / 2**20:.0f} MiB. Use a smaller microbatch or depth."
+            )
+        self.bases = [int(self._bindings.ptr(self.slab, pe)) for pe in range(world.num_pes)]
+        faulthandler.cancel_dump_traceback_later()
+
+    @classmethod
+    def join(cls, world: World, slab_bytes: int, kind: PlacementKind | None = None) -> NvshmemJob:
+        """Join the torchrun job of this process. Collective: every process calls it with equal arguments.
+
+        Raises: ConfigurationError for a world or a placement that cannot work; PlacementError; HeapTooLarge.
+        """
+        environment = Environment.read()
+        if environment.world_size != world.num_pes:
+            raise ConfigurationError(
+                f"WORLD_SIZE = {environment.world_size}: {world} needs {world.num_pes} processes. "
+                f"Start them with: torchrun --nproc-per-node {world.num_pes} ..."
+            )
+        if world.num_ranks > MAX_RANKS or world.num_dispatch_switches != 1 or world.num_combine_switches != 1:
+            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most and one switch of each role.")
+        num_sms = num_sms_of_gpus()
+        placement = place(kind or choose(world, len(num_sms)), world, num_sms)
+        if not placement.gpus:
+            raise ConfigurationError("no GPU was found. Use the host backend.")
+        if placement.needs_mps:
+            require_daemon()
+        return cls(world, placement, slab_bytes, environment)
+
+    def _refuse_if_too_large(self) -> None:
+        mates = len(self.placement.on_gpu(self.seat.gpu))  # type: ignore[arg-type]
+        needed, free = mates * (self.slab_bytes + NVSHMEM_OVERHEAD_BYTES), self.gpu.free_bytes()
+        if self.pe == 0:
+            print(
+                self.placement.describe(), f"symmetric heap: {self.slab_bytes / 2**20:.1f} MiB per PE", sep="\n", file=sys.stderr
+            )
+        if needed > free:
+            raise HeapTooLarge(
+                f"{self.name}: {mates} heaps of {self.slab_bytes / 2**20:.0f} MiB on GPU {self.seat.gpu} exceed its free "
+                f"{free / 2**20:.0f} MiB. Use a smaller microbatch or depth, or more GPUs."
+            )
+
+    def _init(self) -> Any:
+        """Initialise NVSHMEM with a unique id from PE 0. Raises PlacementError where its GPU side did not come up."""
+        try:
+            from cuda.pathfinder import load_nvidia_dynamic_lib
+            from nvshmem import bindings
+        except ImportError as error:
+            raise PlacementError("the GPU backend needs NVSHMEM. Install it with: pip install nvshmem4py-cu13") from error
+        load_nvidia_dynamic_lib("nvshmem_host")
+        unique_id = bindings.uniqueid()
+        if self.pe == 0:
+            bindings.get_uniqueid(unique_id.ptr)
+        holder = [bytes(unique_id._data.view(np.int8).tobytes())]
+        self._distributed.broadcast_object_list(holder, src=0)
+        unique_id._data.view(np.int8)[...] = np.frombuffer(holder[0], np.int8)
+        attributes = bindings.InitAttr()
+        bindings.set_attr_uniqueid_args(self.pe, self.world.num_pes, unique_id.ptr, attributes.ptr)
+        bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+        status = int(bindings.init_status())
+        if status < INIT_COMPLETE:
+            raise PlacementError(
+                f"{self.name}: NVSHMEM came up with status {status}, at least {INIT_COMPLETE} is needed. "
+                "Run with NVSHMEM_DEBUG=INFO; where PEs share a GPU, check that MPS runs: "
+                "python -m inc_runtime.mps -- torchrun ..."
+            )
+        return bindings
+
+    def init_module(self, built: Built) -> None:
+        """Tell NVSHMEM about a module that calls its device API."""
+        self._bindings.cumodule_init(int(self.gpu.module(built.path)))
+
+    def barrier(self) -> None:
+        """Return once every process has called it. On the host: no kernel is needed, so persistent kernels may run."""
+        self._distributed.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every process, in PE order. Collective."""
+        values: list[Any] = [None] * self.world.num_pes
+        self._distributed.all_gather_object(values, value)
+        return values
+
+    def leave(self) -> None:
+        """Free the slab and finalise. Collective; ends the process with a traceback if it takes longer than the start limit."""
+        faulthandler.dump_traceback_later(self.environment.start_limit_s, exit=True)
+        self.barrier()
+        self._bindings.free(self.slab)
+        self._bindings.hostlib_finalize()
+        self._distributed.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+    def __enter__(self) -> NvshmemJob:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if error is None:
+            self.leave()
+            return
+        # Peers may be gone, and a collective finalise would hang: report, and let the process end do the rest.
+        print(f"{self.name}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+class DeviceHeap:
+    """The slab of a job as one `HeapLayout` carves it, and the kernels that run on it. Collective to make.
+
+    `poison`: fill rows and records with NaN bytes. Flags, magic and records of errors start from zero.
+    """
+
+    def __init__(self, job: NvshmemJob, layout: HeapLayout, *, verbs: Verbs = Verbs.DIRECT, poison: bool = False) -> None:
+        if layout.heap_bytes > job.slab_bytes:
+            raise HeapTooLarge(
+                f"the layout needs {layout.heap_bytes} bytes, the slab holds {job.slab_bytes}. Join with a larger slab."
+            )
+        if layout.dims.depth > MAX_DEPTH:
+            raise ConfigurationError(f"depth = {layout.dims.depth}: the kernels take {MAX_DEPTH} at most. Use a smaller depth.")
+        if layout.dims.row_dtype != BF16:
+            raise ConfigurationError(
+                f"row_format = {layout.dims.row_dtype}: the kernels add bfloat16. Use RowFormat.BFLOAT16."
+            )
+        missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
+        if missing and verbs is Verbs.DIRECT:
+            raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
+        self.job, self.layout, self.verbs = job, layout, verbs
+        self.gpu, self.role = job.gpu, job.world.role_of(job.pe)
+        self.workspace = self.gpu.allocate(WORKSPACE.itemsize)
+        self.record, record_address = self.gpu.pinned(ERROR_RECORD)
+        limit_s = job.environment.wait_limit_s * (1.0 if self.role is Role.COMPUTE_RANK else SWITCH_LIMIT_SHARE)
+        self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
+        self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
+        self._owned = [self.workspace]
+        if self.role is Role.COMBINE_SWITCH:
+            self._allocate_private()
+        self.reset(poison=poison)
+
+    def _allocate_private(self) -> None:
+        """Accumulators of a combine switch and, where rows are pulled through NVSHMEM, a landing row per warp and rank."""
+        dims = self.layout.dims
+        self.argument["accumulators"] = self.gpu.allocate(self.layout.region(self.role, "accumulators").num_bytes(dims), 0xFF)
+        self._owned.append(int(self.argument["accumulators"]))
+        if self.verbs is Verbs.NVSHMEM:
+            self.argument["landing"] = self.gpu.allocate(self.job.seat.num_blocks * 16 * dims.num_ranks * dims.hidden_size * 2)
+            self._owned.append(int(self.argument["landing"]))
+
+    def reset(self, *, poison: bool = False) -> None:
+        """Rebuild the heap: flags and magic from zero. Collective; no kernel may run."""
+        self.job.barrier()
+        for name, region in self.layout.regions(self.role).items():
+            if region.private:
+                continue
+            fresh = region.kind is Kind.FLAGS or name in ZEROED
+            if fresh or poison:
+                address = self.job.slab + self.layout.offset(self.role, name)
+                self.gpu.fill(address, 0 if fresh else 0xFF, region.num_bytes(self.layout.dims))
+        self.gpu.fill(self.workspace, 0, WORKSPACE.itemsize)
+        self.record.view(np.uint8)[...] = 0
+        self.job.barrier()
+
+    def write_region(self, name: str, value: np.ndarray) -> None:
+        """Overwrite a whole region of this PE from the host, for a benchmark that replays half of the protocol."""
+        self.gpu.write(self.job.slab + self.layout.offset(self.role, name), value)
+
+    def close(self) -> None:
+        for address in self._owned:
+            self.gpu.free(address)
+
+    # --- memory ---
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """A copy of every symmetric region of this PE, by name."""
+        return self.layout.carve(self.role, self.gpu.read(self.job.slab, self.layout.heap_bytes))
+
+    def counters(self) -> np.ndarray:
+        """The workspace of this PE: counters of rows sent and pulled."""
+        return self.gpu.read(self.workspace, WORKSPACE.itemsize).view(WORKSPACE)[0]
+
+    # --- kernels ---
+
+    def launch(
+        self,
+        built: Built,
+        kernel: str,
+        arguments: Sequence[np.ndarray],
+        *,
+        num_blocks: int,
+        num_threads: int,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Start a kernel of this PE: the heap, then `arguments`."""
+        function = self.gpu.function(built.path, kernel)
+        self.gpu.launch(
+            function, [self.argument, *arguments], num_blocks=num_blocks, num_threads=num_threads, shared_bytes=shared_bytes
+        )
+
+    def wait(self, *, limit_s: float | None = None) -> None:
+        """Return once the kernels of this PE have ended. Raises what `check` raises, and ArrivalTimeout after `limit_s`.
+
+        The host's own limit is for a grid whose blocks never all started, which no clock of the kernel sees.
+        """
+        deadline = time.monotonic() + limit_s if limit_s is not None else None
+        while self.gpu.running():
+            if deadline is not None and time.monotonic() > deadline:
+                record = WaitRecord(
+                    self.job.name, "KERNEL", -1, 0, 0, 0, waited_s=limit_s or 0.0, cause="The kernel did not end."
+                )
+                raise ArrivalTimeout(record, "Look whether another process holds the SMs, or raise the limit.")
+            time.sleep(POLL_S)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the kernels of this PE have reported. Raises: ArrivalTimeout, Mismatch, ConfigurationError, Aborted."""
+        if self.record["state"][0]:
+            error = self._reported()
+            text = np.frombuffer(str(error).encode()[: ERROR_BYTES - 1] + b"\0", np.uint8)
+            self.gpu.write(self.job.slab + self.layout.offset(self.role, "error_record"), text)
+            raise error
+        word = int(self.gpu.read(self.job.slab + self.layout.offset(self.role, "abort"), 8).view("<u8")[0])
+        if word:
+            peer = magic_of(word) - 1
+            raise Aborted(
+                f"{self.job.name} stopped: {self.job.world.name_of(peer)} raised the abort word. "
+                f"It reports: {self._report_of(peer)}"
+            )
+
+    def _report_of(self, peer: int) -> str:
+        """The error text that a peer's host has left in its heap; it may come a little later than the abort word."""
+        address = self.job.bases[peer] + self.layout.offset(self.job.world.role_of(peer), "error_record")
+        deadline = time.monotonic() + REPORT_LIMIT_S
+        while True:
+            text = self.gpu.read(address, ERROR_BYTES).tobytes().split(b"\0")[0].decode(errors="replace")
+            if text or time.monotonic() > deadline:
+                return text or "nothing yet"
+            time.sleep(0.01)
+
+    def _reported(self) -> Exception:
+        record, world = self.record[0], self.job.world
+        tag, magic = Tag(int(record["tag"])), int(record["magic"])
+        kind, sender, seen_value = (
+            ErrorKind(int(record["kind"])),
+            int(record["sender"]),
+            int(record["seen"][:1].view(np.int64)[0]),
+        )
+        if kind is ErrorKind.MISMATCH:
+            field = Header(int(record["field"])).name.lower()
+            return Mismatch(
+                f"{world.name_of(sender)} brought {field} = {seen_value} to magic {magic}, expected {record['expected']}. "
+                "Give every rank the same bound, microbatch size, shape and call order."
+            )
+        if kind is ErrorKind.BAD_EXPERT:
+            return ConfigurationError(
+                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {seen_value}, "
+                f"expected -1 to {int(record['expected']) - 1}. Use -1 for a choice that does not count."
+            )
+        awaited = awaited_senders(world, tag)
+        seen = {name: int(record["seen"][i]) for i, name in enumerate(awaited)}
+        missing = [name for i, name in enumerate(awaited) if int(record["missing"]) >> i & 1]
+        wait = WaitRecord(
+            self.job.name,
+            tag.name,
+            magic - 1,
+            slot_of(magic, self.layout.dims.depth),
+            magic,
+            int(record["expected"]),
+            seen,
+            missing,
+            int(record["waited_ns"]) * 1e-9,
+        )
+        return ArrivalTimeout(wait, "Raise INC_WAIT_LIMIT_S if it is only slow, or look at what the missing PE printed.")
+
+
+def awaited_senders(world: World, tag: Tag) -> list[str]:
+    """Who raises the flags that a wait with this tag watches, in the order of its lanes."""
+    if tag in (Tag.EXPERT_ROWS, Tag.COMBINE_PLAN):
+        return [world.name_of(world.dispatch_switch(0))]
+    if tag is Tag.TOKEN_SUMS:
+        return [world.name_of(world.combine_switch(0))]
+    return [world.name_of(rank) for rank in range(world.num_ranks)]

@@ -1,0 +1,130 @@
+"""Builds a kernel file into a cubin with nvcc and nvlink, and keeps it by a hash of all that went in.
+
+The key covers every device source of the project, the generated headers, the options and, where NVSHMEM's device library is
+linked, its version. Entries are written under another name and renamed, under a lock, so that several processes of one job build
+once. A linked cubin contains NVSHMEM code, which is proprietary: it stays in the cache of the machine that built it.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from inc_runtime.device.arguments import header_text
+from inc_runtime.environment import Environment
+from inc_runtime.errors import BuildError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE_FOLDERS = (ROOT / "inc_runtime" / "device", ROOT / "switch_emulator" / "device")
+NVSHMEM_PACKAGE = "nvidia-nvshmem-cu13"
+BUILD_LIMIT_S = 600
+
+
+class Verbs(enum.Enum):
+    """`direct`: loads and stores on mapped peers. `nvshmem`: NVSHMEM's device API."""
+
+    DIRECT = "direct"
+    NVSHMEM = "nvshmem"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of one kernel."""
+
+    kernel: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """A cubin and the report of its kernels."""
+
+    path: Path
+    report: str
+
+    @property
+    def resources(self) -> list[Resources]:
+        pattern = (
+            r"Function properties for (\w+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+            r".*?Used (\d+) registers"
+        )
+        found = re.findall(pattern, self.report)
+        return [Resources(name, int(used), int(stack), int(stores) + int(loads)) for name, stack, stores, loads, used in found]
+
+
+def nvshmem_folder() -> Path:
+    """The `nvidia/nvshmem` folder of the installed wheel. Raises BuildError."""
+    spec = importlib.util.find_spec("nvidia")
+    for base in spec.submodule_search_locations or () if spec else ():
+        if (Path(base) / "nvshmem" / "include" / "nvshmem.h").exists():
+            return Path(base) / "nvshmem"
+    raise BuildError(f"NVSHMEM's headers were not found. Install them with: pip install {NVSHMEM_PACKAGE}")
+
+
+def _options(verbs: Verbs, arch: str) -> list[str]:
+    options = ["-std=c++17", "-O3", f"-gencode=arch=compute_{arch[3:]},code={arch}", "-rdc=true", "-lineinfo", "-Xptxas", "-v"]
+    return [*options, "-DINC_VERBS_NVSHMEM"] if verbs is Verbs.NVSHMEM else options
+
+
+def _key(source: Path, verbs: Verbs, arch: str) -> str:
+    digest = hashlib.sha256(repr((source.name, _options(verbs, arch))).encode())
+    if verbs is Verbs.NVSHMEM:
+        digest.update(importlib.metadata.version(NVSHMEM_PACKAGE).encode())
+    digest.update(header_text().encode())
+    for folder in DEVICE_FOLDERS:
+        for path in sorted(folder.glob("*.cu*")) + sorted(folder.glob("*.h")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def build(source: Path, verbs: Verbs = Verbs.DIRECT, arch: str = "sm_90a") -> Built:
+    """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words."""
+    folder = Path(Environment.read().cache_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, verbs, arch)}"
+    cubin, report = entry.with_suffix(".cubin"), entry.with_suffix(".txt")
+    with open(entry.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not cubin.exists():
+            _compile(source, verbs, arch, cubin, report)
+    return Built(cubin, report.read_text(encoding="utf-8"))
+
+
+def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise BuildError(
+            f"nvcc is not on the PATH and {cubin.name} is not in the cache. Install the CUDA toolkit (13.0), or copy the cache."
+        )
+    with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:
+        work = Path(folder)
+        (work / "arguments.h").write_text(header_text(), encoding="utf-8")
+        includes, libraries = [f"-I{work}", *(f"-I{device}" for device in DEVICE_FOLDERS)], []
+        if verbs is Verbs.NVSHMEM:
+            includes.append(f"-I{nvshmem_folder() / 'include'}")
+            libraries = [f"-L{nvshmem_folder() / 'lib'}", "-lnvshmem_device"]
+        output = _run([nvcc, *_options(verbs, arch), *includes, "-dc", "-o", str(work / "kernel.o"), str(source)])
+        nvlink = shutil.which("nvlink") or str(Path(os.path.realpath(nvcc)).with_name("nvlink"))
+        _run([nvlink, f"--arch={arch}", "-o", str(work / "kernel.cubin"), str(work / "kernel.o"), *libraries])
+        (work / "report.txt").write_text(output, encoding="utf-8")
+        os.replace(work / "report.txt", report)
+        os.replace(work / "kernel.cubin", cubin)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\nfailed with:\n{(done.stdout + done.stderr)[-4000:]}")
+    return done.stdout + done.stderr

@@ -1,0 +1,266 @@
+"""Measures dispatch and combine of INC all-to-all on GPUs: switch throughput in steady state, and latency at one token per rank.
+
+    python -m inc_runtime.mps -- torchrun --nproc-per-node 6 results/measure_collectives.py --placement scale_model
+
+`egress`: bytes of token rows that leave the dispatch switch per second; `ingress`: bytes of partial sums that reach the combine
+switch; each with the role alone and with both at once. `copy_peak`: a plain copy over the same link in the same run. `latency_*`:
+from push to rows, and from publish to sums, the maximum over the ranks of each microbatch, each rank by its own clock. Every
+configuration first runs with hashed tokens, whose rows and sums are compared on the device. Rates count token rows alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from inc_runtime.backends.nvshmem import DeviceHeap, NvshmemJob
+from inc_runtime.collectives.microbatch import RoutedTokens
+from inc_runtime.compile_cache import build
+from inc_runtime.config import OLMOE_1B_7B, CommunicationModel, Pipeline, SumOrder, check
+from inc_runtime.device.arguments import SWITCH_MOMENT, ExchangeMode
+from inc_runtime.device.exchange import Exchange, Exchanged, stop_switches
+from inc_runtime.heap_layout import Dims, HeapLayout
+from inc_runtime.placement import SWITCH_BLOCKS, PlacementKind
+from inc_runtime.protocol import Role, World, signal_word
+from switch_emulator.launch_switch import RunningSwitch
+
+FOLDER = Path(__file__).resolve().parent
+COPY_SOURCE = FOLDER.parent / "inc_runtime" / "device" / "copy_peak.cu"
+COPY_BYTES, COPY_REPEATS, ALL_SMS = 128 << 20, 10, 132
+SHAPE, DEPTH = OLMOE_1B_7B, 3
+LIMIT_S = 60.0
+WARM_MICROBATCHES = 100
+COLUMNS = [
+    *(
+        "measurement",
+        "source",
+        "placement",
+        "implementation",
+        "num_ranks",
+        "num_tokens",
+        "microbatch_tokens",
+        "metric",
+        "value",
+        "unit",
+    ),
+    *("role", "direction", "switch_blocks", "sum_order"),
+]
+SERVED = {
+    ExchangeMode.DISPATCH: (Role.DISPATCH_SWITCH,),
+    ExchangeMode.COMBINE: (Role.COMBINE_SWITCH,),
+    ExchangeMode.BOTH: tuple(Role),
+}
+
+
+@dataclass
+class Bench:
+    """One job and the rows of its table."""
+
+    job: NvshmemJob
+    switch_blocks: int
+    rows: list[dict[str, object]]
+
+    def add(self, metric: str, value: float, unit: str, **more: object) -> None:
+        self.rows.append({"metric": metric, "value": f"{value:.6g}", "unit": unit, "switch_blocks": self.switch_blocks, **more})
+
+    def heap(self, pipeline: Pipeline) -> DeviceHeap:
+        check(SHAPE, pipeline, self.job.world.num_ranks)
+        return DeviceHeap(self.job, HeapLayout(Dims.of(CommunicationModel.INC_ALL_TO_ALL, self.job.world, SHAPE, pipeline)))
+
+
+def measure_copy_peak(bench: Bench) -> None:
+    """A plain copy between the dispatch switch's GPU and rank 0's, pushed and pulled, by a switch's blocks and by all SMs."""
+    job, measured = bench.job, {}
+    if job.pe == job.world.dispatch_switch(0):
+        function = job.gpu.function(build(COPY_SOURCE, arch=job.gpu.arch).path, "copy_kernel")
+        for direction, target, source in (("push", job.bases[0], job.slab), ("pull", job.slab, job.bases[0])):
+            for blocks in (bench.switch_blocks, ALL_SMS):
+                held = [np.uint64(target), np.uint64(source), np.uint64(COPY_BYTES), np.int32(COPY_REPEATS)]
+
+                def launch(held=held, blocks=blocks) -> None:
+                    job.gpu.launch(function, held, num_blocks=blocks, num_threads=1024)
+
+                launch()
+                best = min(job.gpu.elapsed_us(launch) for _ in range(3))
+                measured[direction, blocks] = COPY_BYTES * COPY_REPEATS / best / 1e3
+    for (direction, blocks), rate in job.gather(measured)[job.world.dispatch_switch(0)].items():
+        bench.add("copy_peak", rate, "GB/s", direction=direction, switch_blocks=blocks)
+
+
+def routed(bench: Bench, num_tokens: int) -> RoutedTokens:
+    """Random tokens of this rank with distinct, uniformly drawn experts."""
+    rng = np.random.default_rng(bench.job.pe)
+    tokens = rng.integers(0, 1 << 16, (num_tokens, SHAPE.hidden_size), np.uint16)
+    ids = np.argsort(rng.random((num_tokens, SHAPE.num_experts)), axis=1)[:, : SHAPE.top_k]
+    return RoutedTokens(tokens, ids.astype(np.int32), np.ones(ids.shape, np.float32))
+
+
+def run(
+    bench: Bench,
+    heap: DeviceHeap,
+    pipeline: Pipeline,
+    mode: ExchangeMode,
+    *,
+    verify=False,
+    timed=False,
+    replay_plan=False,
+    blocks: int | None = None,
+) -> tuple[Exchanged | None, np.ndarray]:
+    """One call on every rank, with the switches that the mode needs. Returns what the rank and the switch saw. Collective."""
+    switch, done, moments = None, None, np.zeros(0, SWITCH_MOMENT)
+    if heap.role is Role.COMPUTE_RANK:
+        call = Exchange(heap, SHAPE, pipeline, routed(bench, pipeline.bound_tokens), mode=mode, verify=verify, timed=timed)
+    elif heap.role in SERVED[mode]:
+        length = pipeline.num_microbatches
+        switch = RunningSwitch(
+            heap, pipeline.sum_order, num_blocks=blocks or bench.switch_blocks, timeline_length=length, replay_plan=replay_plan
+        )
+    bench.job.barrier()
+    if heap.role is Role.COMPUTE_RANK:
+        done = call.start().finish(limit_s=LIMIT_S)
+        if done.wrong_rows or done.wrong_sums:
+            raise SystemExit(f"rank {bench.job.pe}: {done.wrong_rows} wrong words in rows, {done.wrong_sums} in sums")
+        stop_switches(heap)
+    elif switch is not None:
+        moments = switch.wait(limit_s=LIMIT_S)
+    bench.job.barrier()
+    return done, moments
+
+
+def replay_plans(heap: DeviceHeap, last_magic: int) -> None:
+    """Let the plans that stand in a combine switch serve until `last_magic`, and forget the stop words of the run before."""
+    if heap.role is Role.COMBINE_SWITCH:
+        heap.write_region("plan_arrived", np.full(DEPTH, signal_word(last_magic, True), np.uint64))
+        heap.write_region("stop", np.zeros(heap.job.world.num_ranks, np.uint64))
+    heap.job.barrier()
+
+
+def rate(moments: np.ndarray, rows_per_microbatch: float) -> float:
+    """GB/s of token rows between the end of the third microbatch and the end of the last."""
+    steady = moments[2:]
+    nanoseconds = float(steady["done"][-1]) - float(steady["done"][0])
+    return rows_per_microbatch * (len(steady) - 1) * 2 * SHAPE.hidden_size / nanoseconds
+
+
+def measure_throughput(bench: Bench, microbatch_tokens: int, num_microbatches: int, order: SumOrder) -> None:
+    job = bench.job
+    checked = Pipeline((2 * DEPTH + 1) * microbatch_tokens, microbatch_tokens, depth=DEPTH, sum_order=order)
+    timed = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=DEPTH, sum_order=order)
+    heap = bench.heap(timed)
+    run(bench, heap, checked, ExchangeMode.BOTH, verify=True)
+    counted = job.gather((int(heap.counters()["rows_sent"]), int(heap.counters()["rows_pulled"])))
+    replay_plans(heap, checked.num_microbatches + timed.num_microbatches)
+    seen = {"combine alone": run(bench, heap, timed, ExchangeMode.COMBINE, replay_plan=True)[1]}
+    heap.reset()
+    seen["dispatch alone"] = run(bench, heap, timed, ExchangeMode.DISPATCH)[1]
+    heap.reset()
+    seen["both"] = run(bench, heap, timed, ExchangeMode.BOTH)[1]
+    heap.close()
+    everyone = job.gather(seen)
+    dispatch, combine = job.world.dispatch_switch(0), job.world.combine_switch(0)
+    more = {"num_tokens": timed.bound_tokens, "microbatch_tokens": microbatch_tokens, "sum_order": order.value}
+    rows_out, rows_in = (counted[pe][i] / checked.num_microbatches for i, pe in enumerate((dispatch, combine)))
+    bench.add("rows_per_token", rows_out / microbatch_tokens / job.world.num_ranks, "rows", **more)
+    for role in ("dispatch alone", "both"):
+        bench.add("egress", rate(everyone[dispatch][role], rows_out), "GB/s", role=role, **more)
+    for role in ("combine alone", "both"):
+        bench.add("ingress", rate(everyone[combine][role], rows_in), "GB/s", role=role, **more)
+
+
+SWEEP = (4, 8, 12, 16, 24, 32)
+"""Blocks of the dispatch switch."""
+
+
+def measure_sweep(bench: Bench, microbatch_tokens: int, num_microbatches: int) -> None:
+    """Egress of the dispatch switch alone for several numbers of blocks."""
+    pipeline = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=DEPTH)
+    heap = bench.heap(pipeline)
+    for blocks in SWEEP:
+        _, moments = run(bench, heap, pipeline, ExchangeMode.DISPATCH, blocks=blocks)
+        dispatch = bench.job.world.dispatch_switch(0)
+        moments, sent = bench.job.gather((moments, int(heap.counters()["rows_sent"])))[dispatch]
+        more = {"microbatch_tokens": microbatch_tokens, "switch_blocks": blocks}
+        bench.add("egress", rate(moments, sent / num_microbatches), "GB/s", role="dispatch alone", **more)
+        heap.reset()
+    heap.close()
+
+
+def measure_latency(bench: Bench, num_tokens: int, num_microbatches: int = 2000) -> None:
+    """One microbatch at a time: the next begins when the sums of the last are back."""
+    pipeline = Pipeline(num_microbatches * num_tokens, num_tokens, depth=1)
+    heap = bench.heap(pipeline)
+    done, served = run(bench, heap, pipeline, ExchangeMode.BOTH, timed=True)
+    heap.close()
+    inside = bench.job.gather(served[WARM_MICROBATCHES:])
+    for role, pe in (("dispatch", bench.job.world.dispatch_switch(0)), ("combine", bench.job.world.combine_switch(0))):
+        spent = (inside[pe]["done"] - inside[pe]["arrived"]).astype(np.float64) / 1e3
+        bench.add("switch_time_p50", float(np.median(spent)), "us", role=role, microbatch_tokens=num_tokens)
+    everyone = [moments for moments in bench.job.gather(None if done is None else done.moments) if moments is not None]
+    push, rows, publish, sums = np.moveaxis(np.stack(everyone)[:, WARM_MICROBATCHES:], 2, 0)
+    for role, spent in (("dispatch", rows - push), ("combine", sums - publish)):
+        for metric, percent in (("latency_p50", 50), ("latency_p99", 99)):
+            value = float(np.percentile(spent.max(axis=0), percent))
+            bench.add(metric, value, "us", role=role, num_tokens=pipeline.bound_tokens, microbatch_tokens=num_tokens)
+
+
+def write_table(bench: Bench, commit: str) -> Path:
+    job, placement = bench.job, bench.job.placement.kind.value
+    path = FOLDER / "data" / f"collectives_{placement}_{commit}.csv"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("nvidia-nvshmem-cu13", "cuda-bindings"))
+        gpus = f"{len(job.placement.gpus)} x {job.gpu.name}"
+        file.write(f"# {datetime.date.today()}, {gpus}, placement {placement}, commit {commit}\n")
+        file.write(f"# Python {platform.python_version()}, {versions}; {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}\n")
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        fixed = {"measurement": "collectives", "source": "measured_gpu", "placement": placement}
+        fixed["implementation"] = "megakernel_inc"
+        writer.writerows({**fixed, "num_ranks": job.world.num_ranks, **row} for row in bench.rows)
+    return path
+
+
+def commit_name() -> str:
+    command = ["git", "-C", str(FOLDER), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--placement", type=PlacementKind, default=None)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatch-tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--microbatches", type=int, default=24)
+    parser.add_argument("--switch-blocks", type=int, default=SWITCH_BLOCKS)
+    parser.add_argument("--sweep", action="store_true", help="also vary the blocks of the dispatch switch")
+    parser.add_argument("--commit", default=None)
+    options = parser.parse_args()
+    world = World(options.ranks)
+    largest = Pipeline(1, max(options.microbatch_tokens), depth=DEPTH)
+    slab = max(COPY_BYTES, HeapLayout(Dims.of(CommunicationModel.INC_ALL_TO_ALL, world, SHAPE, largest)).heap_bytes)
+    with NvshmemJob.join(world, slab, options.placement) as job:
+        bench = Bench(job, min(options.switch_blocks, job.placement.seats[-1].num_blocks), [])
+        measure_copy_peak(bench)
+        for tokens in (1, 8):
+            measure_latency(bench, tokens)
+        for tokens in options.microbatch_tokens:
+            measure_throughput(bench, tokens, options.microbatches, SumOrder.ARRIVAL)
+        if options.sweep:
+            measure_sweep(bench, 1024, options.microbatches)
+        if job.pe == 0:
+            print(write_table(bench, options.commit or commit_name()).read_text(encoding="utf-8"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

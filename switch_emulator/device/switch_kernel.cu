@@ -1,0 +1,45 @@
+// The persistent kernels of the two switches: microbatch after microbatch of any number of layers, until all ranks stop.
+// Twin: switch_emulator/run_switch.py. Launch: SWITCH_THREADS threads, as many blocks as the placement gives, all resident, with
+// tile_bytes(num_ranks) of dynamic shared memory. The blocks meet only at the packets, so a fast block may be a packet ahead.
+//
+// Waits on: the flags of its role; idle waits have no limit and watch stop and abort. Signals, reads, writes: see the two .cuh
+// files. The counter behind magic lives in the heap and is read on entry, so a kernel may be stopped and launched again.
+#include "combine_switch.cuh"
+#include "dispatch_switch.cuh"
+
+namespace inc {
+
+// A block that starts late may find the counter behind microbatches that the others have finished: it had no part in them.
+template <class Shared, class Serve>
+__device__ inline void serve_until_stopped(const Heap& heap, const uint64_t* counter, Serve serve) {
+    __shared__ Shared shared;
+    extern __shared__ __align__(16) char dynamic[];
+    const Team team = whole_block();
+    const Tile tile = tile_in(dynamic, heap.num_ranks);
+    if (aborted(heap)) return;
+    for (int word = team.thread; word < int(sizeof(Shared) / 4); word += team.num_threads)
+        reinterpret_cast<uint32_t*>(&shared)[word] = 0;
+    team.sync();
+    for (uint64_t magic = *counter + 1;; ++magic)
+        if (serve(team, shared, tile, magic) != Outcome::ARRIVED) return;
+}
+
+}  // namespace inc
+
+extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
+    dispatch_switch_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
+    using namespace inc;
+    serve_until_stopped<DispatchShared>(heap, own<uint64_t>(heap, DispatchSwitchRegion::magic),
+                                        [&](const Team& team, DispatchShared& shared, const Tile& tile, uint64_t magic) {
+                                            return serve_dispatch_microbatch(heap, team, shared, tile, magic, arguments);
+                                        });
+}
+
+extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
+    combine_switch_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
+    using namespace inc;
+    serve_until_stopped<RegroupShared>(heap, own<uint64_t>(heap, CombineSwitchRegion::magic),
+                                       [&](const Team& team, RegroupShared& shared, const Tile& tile, uint64_t magic) {
+                                           return serve_combine_microbatch(heap, team, shared, tile, magic, arguments);
+                                       });
+}
