@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +36,19 @@ NUM_TOKENS = [10, 0, 7]
 LIMIT_S = 3.0
 
 
-SHARED_MEMORY = tempfile.mkdtemp(prefix="inc-tests-", dir="/dev/shm") if Path("/dev/shm").is_dir() else tempfile.mkdtemp()
-"""Heaps of test jobs, apart from those of other jobs of this user."""
-atexit.register(shutil.rmtree, SHARED_MEMORY, ignore_errors=True)
+@cache
+def shared_memory() -> str:
+    """A folder for the heaps of test jobs, apart from those of other jobs of this user. Only the launching process makes it."""
+    folder = tempfile.mkdtemp(prefix="inc-tests-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def settings(**more: str) -> dict[str, str]:
     """The environment of a test job: one thread, a short limit, nothing inherited from an agent."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "INC_"))}
     fixed = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "INC_WAIT_LIMIT_S": str(LIMIT_S), "INC_START_LIMIT_S": "60"}
-    return {**kept, **fixed, "PYTHONPATH": str(ROOT), "INC_SHARED_MEMORY_FOLDER": SHARED_MEMORY, **more}
+    return {**kept, **fixed, "PYTHONPATH": str(ROOT), "INC_SHARED_MEMORY_FOLDER": shared_memory(), **more}
 
 
 def free_port() -> int:
@@ -83,7 +87,7 @@ def wait_for(condition: Callable[[], bool], limit_s: float, what: str) -> float:
 
 
 def shared_memory_left() -> list[str]:
-    return [path.name for path in Path(SHARED_MEMORY).iterdir()]
+    return [path.name for path in Path(shared_memory()).iterdir()]
 
 
 # What the processes run -------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from inc_runtime.collectives import rank_programs
 from inc_runtime.collectives.microbatch import Call, RoutedTokens
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline, check
 from inc_runtime.heap_layout import Dims, HeapLayout
-from inc_runtime.one_sided import Flag
-from inc_runtime.protocol import World, signal_word
+from inc_runtime.protocol import World
 from megakernel.pipeline import StageGroup, schedule
 from switch_emulator.run_switch import run_switch
 
@@ -67,7 +66,7 @@ def exchange(pe: SimulatedPe, call: Call, given: RoutedTokens, output: np.ndarra
 
 def expected(case: Case, world: World, num_calls: int) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
     """Memory of every PE after the first `num_calls` calls, and the outputs of all ranks in the last of them."""
-    simulation = Simulation(world, case.layout(world), traced=False)
+    simulation = Simulation(world, case.layout(world), traced=False, sum_order=case.pipeline.sum_order)
     last = num_calls - 1
     outputs = [np.zeros((n, case.shape.hidden_size), ml_dtypes.bfloat16) for n in case.num_tokens[last]]
 
@@ -76,11 +75,7 @@ def expected(case: Case, world: World, num_calls: int) -> tuple[list[dict[str, n
             given = case.given(number, pe.pe)
             output = outputs[pe.pe] if number == last else np.zeros_like(given.tokens)
             exchange(pe, Call(case.shape, case.pipeline, layer=number), given, output)
-        stop = signal_word(int(pe.memory["magic"][0]) + 1, True)
-        for switch in range(world.num_ranks, world.num_pes):
-            pe.signal(switch, Flag("stop", (pe.pe,)), stop, magic=0)
 
-    for pe in range(world.num_pes):
-        simulation.spawn(pe, rank_program if pe < world.num_ranks else lambda pe: run_switch(pe, case.pipeline.sum_order))
+    simulation.spawn_world(rank_program, run_switch)
     simulation.run()
     return [dict(pe.memory) for pe in simulation.pes], outputs

@@ -105,9 +105,9 @@ def test_partial_sums_are_those_of_the_own_experts_with_the_routing_weights_appl
     assert not seen[~chosen].astype(np.float32).any(), "rows without an expert here are zeros"
 
 
-def swapped_gate_and_up(projections: torch.Tensor) -> torch.Tensor:
+def swapped_gate_and_up(projections: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     up, gate = projections.chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).bfloat16()
+    return (torch.nn.functional.silu(gate) * up).to(dtype)
 
 
 def unweighted(partial: torch.Tensor, grouped: stage.GroupedRows, positions: slice, outputs: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ def last_row_lost(partial: torch.Tensor, grouped: stage.GroupedRows, positions: 
     ("name", "mutant"),
     [
         ("swiglu", swapped_gate_and_up),
-        ("swiglu", lambda projections: projections.chunk(2, dim=-1)[0].bfloat16()),
+        ("swiglu", lambda projections, dtype: projections.chunk(2, dim=-1)[0].bfloat16()),
         ("reduce", unweighted),
         ("reduce", last_row_lost),
         ("matmul_down", lambda activations, down: (activations.float() @ down.T).bfloat16() * 1.02),
