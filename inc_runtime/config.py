@@ -89,9 +89,13 @@ class SumOrder(enum.Enum):
     RANK = "rank"
 
 
+MAX_HIDDEN_SIZE = 16_384
+"""A row of float32 is then one relayed chunk (64 KiB)."""
+
+
 @dataclass(frozen=True)
 class LayerShape:
-    """One MoE layer. `hidden_size` must be a multiple of 8 (16 bytes of bfloat16)."""
+    """One MoE layer. `hidden_size` must be a multiple of 8 (16 bytes of bfloat16), MAX_HIDDEN_SIZE at most."""
 
     num_experts: int
     top_k: int
@@ -152,11 +156,11 @@ def check(shape: LayerShape, pipeline: Pipeline, num_ranks: int) -> None:
         "Choose fewer experts per token.",
     )
     _require(
-        shape.hidden_size % 8 == 0,
+        shape.hidden_size % 8 == 0 and shape.hidden_size <= MAX_HIDDEN_SIZE,
         "hidden_size",
         shape.hidden_size,
-        "a multiple of 8, so that rows are whole 16-byte words",
-        "Pad the hidden size.",
+        f"a multiple of 8, so that rows are whole 16-byte words, and at most {MAX_HIDDEN_SIZE}, so that a row fits a chunk",
+        "Pad the hidden size, or split the row.",
     )
     for name in ("bound_tokens", "microbatch_tokens"):
         _require(getattr(pipeline, name) >= 1, name, getattr(pipeline, name), "at least 1", "Give a token count.")

@@ -32,10 +32,6 @@ class PhaseQueue:
         place = next(place for place, held in self.places.items() if held == request)
         del self.places[place]
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.places or self.waiting)
-
 
 class DispatchGrants:
     """Credits of a phased dispatch: watches the requests of all ranks and grants places in their order."""
@@ -48,7 +44,7 @@ class DispatchGrants:
     def watched(self) -> list[Awaited]:
         behind = min(self.next_magic)
         return [
-            Awaited(Flag("dispatch_requests", (rank,)), magic, f"rank {rank}", optional=magic > behind)
+            Awaited(Flag("dispatch_requests", (rank,)), magic, f"rank {rank}", optional=self.in_step or magic > behind)
             for rank, magic in enumerate(self.next_magic)
         ]
 
@@ -82,7 +78,7 @@ class InNetworkBarrier:
     def watched(self) -> list[Awaited]:
         behind = min(self.joined_magic)
         return [
-            Awaited(Flag("barrier_joined", (rank,)), magic + 1, f"rank {rank}", optional=magic > behind)
+            Awaited(Flag("barrier_joined", (rank,)), magic + 1, f"rank {rank}", optional=self.in_step or magic > behind)
             for rank, magic in enumerate(self.joined_magic)
         ]
 

@@ -105,8 +105,10 @@ class BasePe:
     ) -> WaitRecord:
         owed = [a for a in awaited if not a.optional] or list(awaited)
         first = owed[0]
-        seen = {a.sender: self.word(a.flag) for a in owed}
-        missing = [a.sender for a in owed if self.word(a.flag) < a.threshold]
+        missing = list(dict.fromkeys(a.sender for a in owed if self.word(a.flag) < a.threshold))
+        seen: dict[str, int] = {}
+        for a in owed:
+            seen[a.sender] = min(self.word(a.flag), seen.get(a.sender, self.word(a.flag)))
         return WaitRecord(
             self.name,
             tag.name,

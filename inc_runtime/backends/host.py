@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from inc_runtime.backends.base import BasePe
-from inc_runtime.backends.host_memory import MAX_PES, Control, SharedSlabs
+from inc_runtime.backends.host_memory import MAX_PES, Activity, Control, SharedSlabs
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline, check
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, PeerDied
@@ -62,6 +62,7 @@ class HostPe(BasePe):
         traced = environment.trace if traced is None else traced
         own = self._peer_memory[environment.rank]
         super().__init__(environment.rank, world, layout, own, traced=traced, sum_order=pipeline.sum_order)
+        self._pe_of_name = {world.name_of(pe): pe for pe in range(world.num_pes)}
         self._limit_s = environment.wait_limit_s * (SWITCH_LIMIT_SHARE if self.is_switch else 1.0)
         self._random = random.Random(seed * 1000 + self.pe)
         self._delay_us = delay_us
@@ -147,9 +148,11 @@ class HostPe(BasePe):
         start = self._begin()
         watched = [(self.memory[a.flag.region], a.flag.index, a.threshold) for a in awaited]
         next_check = time.monotonic() + LIVENESS_S
+        self._say(Activity.IDLE if idle else Activity.WAITING, awaited)
         for spins in itertools.count():
             ready = [i for i, (words, index, threshold) in enumerate(watched) if words[index] >= threshold]
             if ready:
+                self._say(Activity.RUNNING)
                 self._record_wait(awaited, tag, start)
                 return ready
             self._check_abort(self._peer_memory)
@@ -161,6 +164,48 @@ class HostPe(BasePe):
                 next_check = time.monotonic() + LIVENESS_S
                 self._check_wait(awaited, tag, microbatch, (self.now_us() - start) / 1e6, idle)
         raise AssertionError("unreachable")
+
+    def _say(self, activity: Activity, awaited: Sequence[Awaited] = ()) -> None:
+        """Tell the other PEs what this one does, and whom it awaits, so that a report can follow the chain of waits."""
+        control = self._slabs.peers[self.pe].control
+        control[Control.ACTIVITY] = activity
+        if activity is not Activity.RUNNING:
+            control[Control.AWAITED : Control.AWAITED + self.world.num_pes] = 0
+            for pe in self._awaited_pes(awaited):
+                control[Control.AWAITED + pe] = 1
+
+    def _awaited_pes(self, awaited: Sequence[Awaited]) -> set[int]:
+        """PEs that owe a word: a sender, and the switch that passes it on, as in "combine switch 0 for rank 2"."""
+        owed = [a for a in awaited if not a.optional]
+        return {self._pe_of_name[name] for a in owed for name in a.sender.split(" for ") if name in self._pe_of_name}
+
+    def _culprits(self, awaited: Sequence[Awaited]) -> list[str]:
+        """Follow the waits from here to the PEs that are stopped, or await nobody themselves.
+
+        A relay waits for whatever comes, so a chain may end at it: then every stopped or busy PE is named.
+        """
+        everyone = set(range(self.world.num_pes))
+        return self._blamed(self._awaited_pes(awaited)) or self._blamed(everyone)
+
+    def _blamed(self, pending: set[int]) -> list[str]:
+        seen, culprits = {self.pe}, []
+        pending = pending - seen
+        while pending:
+            pe = min(pending)
+            pending.discard(pe)
+            seen.add(pe)
+            peer = self._slabs.peers[pe]
+            name = f"{self.world.name_of(pe)} (process {int(peer.control[Control.PID])})"
+            if peer.closed:
+                culprits.append(f"{name} had left the job.")
+            elif peer.stopped:
+                culprits.append(f"{name} is stopped.")
+            elif peer.control[Control.ACTIVITY] == Activity.RUNNING:
+                culprits.append(f"{name} awaits nobody: it is slow, or stuck outside the runtime.")
+            elif peer.control[Control.ACTIVITY] == Activity.WAITING:
+                row = peer.control[Control.AWAITED : Control.AWAITED + self.world.num_pes]
+                pending |= {int(p) for p in row.nonzero()[0]} - seen
+        return culprits
 
     def _check_wait(self, awaited: Sequence[Awaited], tag: Tag, microbatch: int, waited_s: float, idle: bool) -> None:
         """End a wait that cannot succeed: a peer has died, or the limit has passed."""
@@ -174,9 +219,7 @@ class HostPe(BasePe):
             names = ", ".join(f"{self.world.name_of(p)} (process {pid})" for p, pid in zip(dead, pids, strict=True))
             record.cause = f"{names} died."
             self._fail(PeerDied(record, "Look at what it printed last; start the job again."))
-        closed = [self.world.name_of(p) for p, peer in enumerate(self._slabs.peers) if peer.closed]
-        if closed:
-            record.cause = f"{', '.join(closed)} had left the job."
+        record.cause = " ".join(self._culprits(awaited))
         self._fail(ArrivalTimeout(record, "Raise INC_WAIT_LIMIT_S if it is only slow, or read its trace."))
 
     def _fail(self, error: Exception) -> None:

@@ -8,6 +8,7 @@ even `kill -9` leaves nothing. Files that a crash during start-up left are remov
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import mmap
 import os
@@ -26,15 +27,25 @@ from inc_runtime.errors import HeapTooLarge, PeerMissing
 from inc_runtime.protocol import World
 
 PREFIX = f"inc-{os.getuid()}-"
-PAGE = 4096
+CONTROL_BYTES = 8192
 MAGIC_NUMBER = 0x1AC0_0001
-MAX_PES = PAGE // 8 - 8
+MAX_PES = 504
 
 
 class Control:
-    """int64 fields of the first page of a PE's file."""
+    """int64 fields in front of a PE's slab. ATTACHED and AWAITED have one field per PE."""
 
-    READY, PID, PROCESS_START, LAYOUT, CLOSED, ATTACHED = range(6)
+    READY, PID, PROCESS_START, LAYOUT, CLOSED, ACTIVITY = range(6)
+    ATTACHED = 8
+    AWAITED = ATTACHED + MAX_PES
+
+
+class Activity(enum.IntEnum):
+    """What a PE is doing, as its control fields say to the others."""
+
+    RUNNING = 0
+    WAITING = 1
+    IDLE = 2
 
 
 def process_start(pid: int) -> int:
@@ -56,6 +67,13 @@ class Peer:
     @property
     def alive(self) -> bool:
         return process_start(int(self.control[Control.PID])) == int(self.control[Control.PROCESS_START])
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is stopped by a signal or a debugger."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{int(self.control[Control.PID])}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return False
 
     @property
     def closed(self) -> bool:
@@ -105,7 +123,7 @@ class SharedSlabs:
         self.world, self.pe = world, pe
         self.folder = Path(environment.shared_memory_folder)
         self.stem = f"{PREFIX}{job_key(environment)}-{generation}"
-        self.num_bytes = PAGE + heap_bytes
+        self.num_bytes = CONTROL_BYTES + heap_bytes
         self.limit_s = environment.start_limit_s
         remove_stale(self.folder)
         self.path = self.folder / f"{self.stem}-{pe}"
@@ -156,7 +174,7 @@ class SharedSlabs:
 
     def _map(self, fd: int) -> Peer:
         raw = np.frombuffer(mmap.mmap(fd, self.num_bytes), np.uint8)
-        return Peer(raw[:PAGE].view(np.int64), raw[PAGE:])
+        return Peer(raw[:CONTROL_BYTES].view(np.int64), raw[CONTROL_BYTES:])
 
     def _attach(self, peer: int, layout_digest: int) -> Peer:
         path = self.folder / f"{self.stem}-{peer}"
@@ -170,7 +188,7 @@ class SharedSlabs:
                         mapped = self._map(fd)
                         if mapped.control[Control.READY] == MAGIC_NUMBER and mapped.alive:
                             return self._checked(mapped, peer, layout_digest)
-                    elif size > PAGE:
+                    elif size > CONTROL_BYTES:
                         self._refuse_layout(peer)
                 finally:
                     os.close(fd)

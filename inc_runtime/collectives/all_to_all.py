@@ -85,7 +85,8 @@ def push_microbatch(
 def wait_for_message(pe: OneSided, flags: str, index: tuple[int, ...], magic: int, tag: Tag, count: int | None) -> bool:
     """Wait for all chunks of one message of `count` rows. `count` None: chunk 0 says how many. Returns has_payload."""
     dims = pe.layout.dims
-    sender = f"rank {index[-1]}"
+    role_pe = dims.world.dispatch_switch if flags == "expert_chunk_arrived" else dims.world.combine_switch
+    sender = f"{dims.world.name_of(role_pe(index[1]))} for rank {index[-1]}"
     word = pe.wait_until(Awaited(Flag(flags, (*index, 0)), magic, sender), tag)
     if count is None:
         count = int(pe.memory["expert_rows_header"][(*index, Header.NUM_ROWS)]) if has_payload(word) else 0

@@ -41,7 +41,7 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
     pending = [(plane, owner) for plane in planes for owner in range(dims.num_ranks)]
     while pending:
         phases = [
-            Awaited(Flag("phase_opened", (slot, plane, owner)), magic, f"relay {plane} for rank {owner}")
+            Awaited(Flag("phase_opened", (slot, plane, owner)), magic, f"combine switch {plane} for rank {owner}")
             for plane, owner in pending
         ]
         opened = [pending[i] for i in pe.wait_until_some(phases, Tag.RELAY_PHASE)]

@@ -23,18 +23,18 @@ SHAPE = LayerShape(6, 2, 8, 8)
 
 def test_places_are_given_in_order_of_request_and_never_more_than_there_are() -> None:
     queue = PhaseQueue(2)
-    assert queue.open_next() is None and not queue.busy
+    assert queue.open_next() is None and not (queue.places or queue.waiting)
     for rank in (3, 1, 0, 2):
         queue.request(rank, 7)
     assert queue.open_next() == (0, (3, 7)) and queue.open_next() == (1, (1, 7))
-    assert queue.open_next() is None and queue.busy
+    assert queue.open_next() is None and (queue.places or queue.waiting)
     queue.close((1, 7))
     assert queue.open_next() == (1, (0, 7)), "the freed place goes to the oldest request"
     queue.close((3, 7))
     queue.close((0, 7))
     assert queue.open_next() == (0, (2, 7))
     queue.close((2, 7))
-    assert not queue.busy
+    assert not (queue.places or queue.waiting)
 
 
 def test_requests_of_two_microbatches_of_one_rank_are_told_apart() -> None:
@@ -60,7 +60,7 @@ def test_under_random_requests_every_request_is_served_once_in_order(num_places:
         assert len(queue.places) <= num_places
         if queue.places and rng.random() < 0.6:
             queue.close(queue.places[int(rng.choice(list(queue.places)))])
-    while queue.busy:
+    while (queue.places or queue.waiting):
         queue.close(next(iter(queue.places.values())))
         while opened := queue.open_next():
             served.append(opened[1])
