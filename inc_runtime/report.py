@@ -12,7 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from inc_runtime.op_trace import Event, count, load_events
+from inc_runtime.op_trace import Event, load_events
 from inc_runtime.protocol import World
 
 
@@ -56,54 +56,6 @@ def load_case(folder: Path, world: World) -> tuple[np.ndarray, float, list[Event
     events = [event for path in sorted(folder.glob("events-*.jsonl")) for event in load_events(path)]
     events = [event for event in events if event.start_us >= start_us and event.name != "stop"]
     return output, float(np.median(slowest)), sorted(events, key=lambda event: event.start_us)
-
-
-def relative_error(output: np.ndarray, reference: np.ndarray) -> float:
-    """Frobenius norm of the difference over that of the reference; infinity where the output holds NaN."""
-    difference = np.linalg.norm(output - reference)
-    if np.isnan(difference):
-        return float("inf")
-    return float(difference / max(np.linalg.norm(reference), np.finfo(np.float64).tiny))
-
-
-def make_row(
-    implementation: str,
-    collective: str,
-    world: World,
-    output: np.ndarray,
-    reference: np.ndarray,
-    transformers: np.ndarray | None,
-    events: list[Event],
-    *,
-    time_us: float,
-    steps: int,
-    rank_memory_bytes: int,
-    switch_memory_bytes: int,
-    source: str,
-    placement: str,
-) -> Row:
-    """Compare one case with its references and count its events."""
-    counters = count(events, world)
-    return Row(
-        implementation,
-        collective,
-        source,
-        placement,
-        world.num_ranks,
-        len(output),
-        relative_error(output, reference),
-        float(np.max(np.abs(output - reference), initial=0.0)),
-        None if transformers is None else relative_error(output, transformers),
-        counters.dispatch_rows_sent,
-        counters.combine_rows_received,
-        counters.row_bytes_sent + counters.row_bytes_received,
-        counters.wire_bytes_sent + counters.wire_bytes_received,
-        counters.dispatch_packets + counters.combine_packets,
-        steps,
-        time_us,
-        rank_memory_bytes,
-        switch_memory_bytes,
-    )
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:

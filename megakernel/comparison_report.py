@@ -12,14 +12,14 @@ import numpy as np
 from inc_runtime.errors import ConfigurationError, ResultWrong
 from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.job import WORKLOAD_FILE, JobPlan
-from inc_runtime.op_trace import Event
+from inc_runtime.op_trace import Event, count
 from inc_runtime.protocol import Role
-from inc_runtime.report import LEGEND, Row, load_case, make_row, table, write_rows
+from inc_runtime.report import LEGEND, Row, load_case, table, write_rows
 from inc_runtime.show_trace import save_case, write_pictures
 from megakernel.implementations import Case, case_of_name
 from megakernel.memory import memory_bytes
-from megakernel.reference import bf16_bound
-from megakernel.simulated_case import simulate_case, simulate_steps
+from megakernel.reference import bf16_bound, max_abs_error, relative_error
+from megakernel.simulated_case import Outcome, simulate_case, simulate_steps
 from megakernel.stages import TEN_STAGES
 from megakernel.workload import Workload, WorkloadFile
 
@@ -38,7 +38,8 @@ def conclude(plan: JobPlan, folder: Path, json_path: Path | None, switch_program
         case = case_of_name(name)
         output, time_us, events = load_case(folder / name, plan.world)
         steps = simulate_steps(case, plan, switch_program) if case.needs_heap else LIBRARY_STEPS
-        rows.append(_row(case, plan, output, reference, transformers, events, time_us, steps, "measured_host", "host"))
+        outcome = Outcome(output, reference, time_us, events)
+        rows.append(make_row(case, plan, outcome, transformers, steps, source="measured_host", placement="host"))
         keep(plan, name, events)
     shutil.rmtree(folder)
     report(plan, rows, json_path)
@@ -56,41 +57,38 @@ def conclude_simulated(
         workload.prepare(path, sum(plan.tokens_of_rank), plan.world.num_ranks)
         outcome = simulate_case(case, plan, workload, path, switch_program, seed)
     steps = simulate_steps(case, plan, switch_program)
-    row = _row(
-        case, plan, outcome.output, outcome.reference, None, outcome.events, outcome.time_us, steps, "simulated", "simulated"
-    )
+    row = make_row(case, plan, outcome, None, steps, source="simulated", placement="simulated")
     keep(plan, case.name, outcome.events)
     report(plan, [row], json_path)
     return 0
 
 
-def _row(
-    case: Case,
-    plan: JobPlan,
-    output: np.ndarray,
-    reference: np.ndarray,
-    transformers: np.ndarray | None,
-    events: list[Event],
-    time_us: float,
-    steps: int,
-    source: str,
-    placement: str,
+def make_row(
+    case: Case, plan: JobPlan, outcome: Outcome, transformers: np.ndarray | None, steps: int, *, source: str, placement: str
 ) -> Row:
-    rank_memory = memory_bytes(case.implementation, case.model, plan.shape, plan.pipeline, max(plan.tokens_of_rank), plan.world)
-    return make_row(
-        case.implementation.value,
-        case.model.value,
-        plan.world,
-        output,
-        reference,
-        transformers,
-        events,
-        time_us=time_us,
-        steps=steps,
-        rank_memory_bytes=rank_memory,
-        switch_memory_bytes=switch_memory_bytes(case, plan),
+    """Compare one case with its references, count its events and its memory."""
+    counters = count(outcome.events, plan.world)
+    return Row(
+        implementation=case.implementation.value,
+        collective=case.model.value,
         source=source,
         placement=placement,
+        num_ranks=plan.world.num_ranks,
+        num_tokens=len(outcome.output),
+        relative_error=relative_error(outcome.output, outcome.reference),
+        max_abs_error=max_abs_error(outcome.output, outcome.reference),
+        transformers_error=None if transformers is None else relative_error(outcome.output, transformers),
+        rows_sent_per_rank=counters.dispatch_rows_sent,
+        rows_received_per_rank=counters.combine_rows_received,
+        row_bytes=counters.row_bytes_sent + counters.row_bytes_received,
+        wire_bytes=counters.wire_bytes_sent + counters.wire_bytes_received,
+        packets=counters.dispatch_packets + counters.combine_packets,
+        steps=steps,
+        time_us=outcome.time_us,
+        rank_memory_bytes=memory_bytes(
+            case.implementation, case.model, plan.shape, plan.pipeline, max(plan.tokens_of_rank), plan.world
+        ),
+        switch_memory_bytes=switch_memory_bytes(case, plan),
     )
 
 
