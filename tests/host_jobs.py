@@ -223,7 +223,7 @@ def refuse_bad_inputs(pe: HostPe, pipeline: Pipeline, num_ranks: int) -> None:
     """Inputs that cannot be right, on one rank alone: each is refused with its value and limit, and not a verb is issued."""
     import torch
 
-    from inc_runtime.config import Implementation
+    from inc_runtime.config import Implementation, Router
     from inc_runtime.errors import ConfigurationError
     from megakernel.checkpoint import ExpertWeights
     from megakernel.moe_layer import MoELayer
@@ -237,7 +237,9 @@ def refuse_bad_inputs(pe: HostPe, pipeline: Pipeline, num_ranks: int) -> None:
     out_of_range, too_low = ids.clone(), ids.clone()
     out_of_range[3, 1], too_low[0, 0] = 5, -2
     own = make_layer(SHAPE, pipeline, plain, pe, pe.pe, num_ranks)._experts
-    short = ExpertWeights(range(0), own.gate_up[:, :-1], own.down)
+    own_range = SHAPE.experts_of_rank(pe.pe, num_ranks)
+    short = ExpertWeights(own_range, own.gate_up[:, :-1], own.down)
+    of_another = ExpertWeights(range(own_range.start + 1, own_range.stop + 1), own.gate_up, own.down)
 
     def chosen(expert_ids=ids, weights=weights, **more):
         return layer(hidden, expert_ids=expert_ids, weights=weights, **more)
@@ -264,6 +266,9 @@ def refuse_bad_inputs(pe: HostPe, pipeline: Pipeline, num_ranks: int) -> None:
         ("not both", lambda: layer(hidden, logits, expert_ids=ids, weights=weights)),
         ("both expert_ids and weights", lambda: layer(hidden, expert_ids=ids)),
         ("out is", lambda: layer(hidden, logits, out=torch.empty(4, 16))),
+        ("experts are", lambda: MoELayer(SHAPE, pipeline, plain, pe, of_another)),
+        ("the heap's model", lambda: made(implementation=Implementation.BASELINE)),
+        ("only the sigmoid router", lambda: made(bias=torch.zeros(5))),
         ("experts.gate_up has shape", lambda: MoELayer(SHAPE, pipeline, plain, pe, short)),
         ("hidden_size = 24: the heap was made for 16", lambda: made(replace(SHAPE, hidden_size=24))),
         ("top_k = 4: the heap was made for 3 at most", lambda: made(replace(SHAPE, top_k=4))),
@@ -271,7 +276,7 @@ def refuse_bad_inputs(pe: HostPe, pipeline: Pipeline, num_ranks: int) -> None:
         ("microbatch_tokens = 5", lambda: made(pipeline=replace(pipeline, microbatch_tokens=5))),
         ("its communication model must be inc_all_to_all", lambda: made(implementation=Implementation.MEGAKERNEL_INC)),
         ("needs a symmetric heap", lambda: made(backend=None)),
-        (r"bias has shape \(4,\), expected \[5\]", lambda: made(bias=torch.zeros(4))),
+        ("bias must be 5 finite numbers", lambda: made(replace(SHAPE, router=Router.SIGMOID), bias=torch.zeros(4))),
     ]
     import re
 

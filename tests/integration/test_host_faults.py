@@ -99,7 +99,7 @@ def test_a_stalled_process_ends_all_others_at_the_limit_and_the_report_names_it(
     job.await_running()
     stalled = job.processes[victim]
     stalled.send_signal(signal.SIGSTOP)
-    job.survivors_report(victim, f"Missing: {NAMES[victim]}", LIMIT_S + BUSY_S)
+    job.survivors_report(victim, f"{NAMES[victim]} (process {stalled.pid}) is stopped", LIMIT_S + BUSY_S)
     reports = [job.stderr(pe) for pe in range(4) if pe != victim]
     assert any("ArrivalTimeout" in report and "INC_WAIT_LIMIT_S" in report for report in reports), reports
     waited = {float(found) for report in reports for found in re.findall(r"waited ([0-9.]+) s", report)}
