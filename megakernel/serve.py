@@ -189,6 +189,8 @@ class Server:
         command += ["--host", options.host, "--port", str(options.port)]
         if options.ranks > 1:
             command += ["--data-parallel-size", str(options.ranks), "--enable-expert-parallel"]
+            if value_of(options.vllm_options, "--api-server-count", "-asc") is None:
+                command += ["--api-server-count", "1"]  # vLLM starts one per rank otherwise, each with its own import
         return command + options.vllm_options
 
     def vllm_environment(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from inc_runtime.config import Implementation, LayerShape
 from inc_runtime.environment import Environment
 from inc_runtime.errors import ConfigurationError
 from megakernel.vllm_checks import LayerFacts, ServerFacts, layer_refusal, server_refusal
-from megakernel.vllm_rank import Placement, RankRuntime, step_bound
+from megakernel.vllm_rank import Placement, RankRuntime, num_real_rows, step_bound, tokens_of_ranks
 
 logger = logging.getLogger("vllm.inc_moe")
 
@@ -168,24 +168,6 @@ def _run_layer(hidden_states: torch.Tensor, router_logits: torch.Tensor, number:
     context = get_forward_context()
     bound = step_bound(tokens_of_ranks(context, _runtime.placement.num_ranks, len(hidden_states)), _runtime.pipeline.bound_tokens)
     return _runtime.run(number, hidden_states, router_logits, num_real_rows(context, len(hidden_states)), bound)
-
-
-def tokens_of_ranks(context: Any, num_ranks: int, num_rows: int) -> list[int] | None:
-    """The rows that each rank brings to this step, as all ranks know them; None where vLLM does not say."""
-    if num_ranks == 1:
-        return [num_rows]
-    return None if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
-
-
-def num_real_rows(context: Any, num_rows: int) -> int:
-    """Rows before the padding: all but those that vLLM added; none of a dummy batch, which has no attention metadata."""
-    metadata = context.attn_metadata
-    if not metadata:
-        return 0
-    if isinstance(metadata, dict):
-        counts = {getattr(each, "num_actual_tokens", num_rows) for each in metadata.values()}
-        return min(num_rows, max(counts))
-    return num_rows
 
 
 _library.define("layer(Tensor hidden_states, Tensor router_logits, int number) -> Tensor")

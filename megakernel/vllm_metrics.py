@@ -2,7 +2,7 @@
 
 They go to a line of the log every INC_VLLM_LOG_S seconds and, where prometheus_client collects from several processes
 (PROMETHEUS_MULTIPROC_DIR), to counters that vLLM's own /metrics shows. The first N steps with requests can leave every verb
-in a file, which `inc trace` and ui.perfetto.dev read.
+in a file, with a picture of them for ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from functools import cache
 from pathlib import Path
 
 from inc_runtime.environment import Environment
-from inc_runtime.op_trace import Event, OpTrace, save_events
+from inc_runtime.op_trace import Event, OpTrace, save_events, write_perfetto
+from inc_runtime.protocol import World
 
 logger = logging.getLogger("vllm.inc_moe")
 
@@ -80,8 +81,8 @@ class LayerTotals:
 class StepMetrics:
     """Collects what one rank does, layer by layer. The trace of a layer is emptied after each call."""
 
-    def __init__(self, rank: int, environment: Environment) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, world: World, environment: Environment) -> None:
+        self.rank, self.world = rank, world
         self.totals: dict[int, LayerTotals] = defaultdict(LayerTotals)
         self._log_s = environment.vllm_log_s
         self._logged = time.monotonic()
@@ -126,6 +127,7 @@ class StepMetrics:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"events-{self.rank}.jsonl"
         save_events(path, self._events)
+        write_perfetto(path.with_name(f"perfetto-{self.rank}.json"), self._events, self.world)
         logger.info("INC rank %d: trace of %d verbs in %s", self.rank, len(self._events), path)
         self._events = []
 

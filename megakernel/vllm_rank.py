@@ -11,6 +11,7 @@ import atexit
 import multiprocessing.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -59,6 +60,24 @@ def step_bound(tokens_of_ranks: Sequence[int] | None, largest: int) -> int:
     return bound
 
 
+def tokens_of_ranks(context: Any, num_ranks: int, num_rows: int) -> list[int] | None:
+    """The rows that each rank brings to this step, by vLLM's forward context, as all ranks know them; None: it does not say."""
+    if num_ranks == 1:
+        return [num_rows]
+    return None if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+
+
+def num_real_rows(context: Any, num_rows: int) -> int:
+    """Rows before the padding: all but those that vLLM added; none of a dummy batch, which has no attention metadata."""
+    metadata = context.attn_metadata
+    if not metadata:
+        return 0
+    if isinstance(metadata, dict):
+        counts = {getattr(each, "num_actual_tokens", num_rows) for each in metadata.values()}
+        return min(num_rows, max(counts))
+    return num_rows
+
+
 class RankRuntime:
     """The layers of one model on this rank, over one heap. The first layer joins the job; all must fit its heap."""
 
@@ -70,7 +89,7 @@ class RankRuntime:
         self.layers: dict[int, MoELayer] = {}
         self.shapes: list[LayerShape] = []
         self.called: set[int] = set()
-        self.metrics = StepMetrics(placement.rank, self.environment)
+        self.metrics = StepMetrics(placement.rank, World(placement.num_ranks), self.environment)
         self._pe: HostPe | None = None
         self._claim: Claim | None = None
 
@@ -96,7 +115,7 @@ class RankRuntime:
         environment, rank = self.environment, self.placement.rank
         require_job_id(environment)
         self._claim = Claim(environment, f"{Role.COMPUTE_RANK.value}-{rank}")
-        world = world_of_switches(environment, self.placement.num_ranks)
+        world = self.metrics.world = world_of_switches(environment, self.placement.num_ranks)
         job = JobNote(shape, self.pipeline, MODELS_OF[self.implementation][0], world)
         if rank == 0:
             with note(environment, JOB_NOTE, job.to_json()):
