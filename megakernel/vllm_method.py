@@ -156,6 +156,11 @@ class IncFusedMoEMethod(UnquantizedFusedMoEMethod):
     def is_monolithic(self) -> bool:
         return self._number is not None or super().is_monolithic
 
+    @property
+    def supports_internal_mk(self) -> bool:
+        """True: this method moves the rows between ranks itself, and vLLM's runner must not gather them before."""
+        return self._number is not None or super().supports_internal_mk
+
     def apply_monolithic(self, layer, x, router_logits, *others, **more):
         """Run the layer: [N, H] and [N, E] to [N, H]."""
         if self._number is None:
@@ -165,9 +170,10 @@ class IncFusedMoEMethod(UnquantizedFusedMoEMethod):
 
 def _run_layer(hidden_states: torch.Tensor, router_logits: torch.Tensor, number: int) -> torch.Tensor:
     assert _runtime is not None
-    context = get_forward_context()
-    bound = step_bound(tokens_of_ranks(context, _runtime.placement.num_ranks, len(hidden_states)), _runtime.pipeline.bound_tokens)
-    return _runtime.run(number, hidden_states, router_logits, num_real_rows(context, len(hidden_states)), bound)
+    context, num_rows = get_forward_context(), len(hidden_states)
+    tokens = tokens_of_ranks(context, _runtime.placement, num_rows)
+    bound = step_bound(tokens, _runtime.pipeline.bound_tokens)
+    return _runtime.run(number, hidden_states, router_logits, num_real_rows(context, num_rows), bound)
 
 
 _library.define("layer(Tensor hidden_states, Tensor router_logits, int number) -> Tensor")

@@ -60,11 +60,22 @@ def step_bound(tokens_of_ranks: Sequence[int] | None, largest: int) -> int:
     return bound
 
 
-def tokens_of_ranks(context: Any, num_ranks: int, num_rows: int) -> list[int] | None:
-    """The rows that each rank brings to this step, by vLLM's forward context, as all ranks know them; None: it does not say."""
-    if num_ranks == 1:
+def tokens_of_ranks(context: Any, placement: Placement, num_rows: int) -> list[int] | None:
+    """The rows that each rank brings to this step, by vLLM's forward context, as all ranks know them; None: it does not say.
+
+    Raises: ConfigurationError when this rank brings others than that: vLLM has moved rows between ranks, which is our part.
+    """
+    if placement.num_ranks == 1:
         return [num_rows]
-    return None if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+    if context.dp_metadata is None:
+        return None
+    tokens = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+    if tokens[placement.rank] != num_rows:
+        raise ConfigurationError(
+            f"rank {placement.rank} was called with {num_rows} rows, but has {tokens[placement.rank]} of {tokens} in this step: "
+            "vLLM exchanges rows itself. Report it with the versions; unset INC_VLLM until then."
+        )
+    return tokens
 
 
 def num_real_rows(context: Any, num_rows: int) -> int:

@@ -2,7 +2,8 @@
 
     python -m tests.serving.rank_process RANK NUM_RANKS OUTPUT STEPS REPEAT
 
-STEPS is JSON: the tokens of each rank in each step, all of them REPEAT times. Tokens and experts are functions of the seed, so that the test knows them.
+STEPS is JSON: the tokens of each rank in each step; all of them run REPEAT times. Tokens and experts are functions of the
+seed, so that the test knows them.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class Job:
     def switch(self, role: str, ranks: int = 2, *more: str) -> subprocess.Popen:
         return self.start("inc_runtime", "switch", "--role", role, "--ranks", str(ranks), *more)
 
-    def rank(self, rank: int, steps: list[list[int]], num_ranks: int = 2, repeat: int = 1, **environment: str) -> subprocess.Popen:
+    def rank(
+        self, rank: int, steps: list[list[int]], num_ranks: int = 2, repeat: int = 1, **environment: str
+    ) -> subprocess.Popen:
         output = str(self.folder / f"output-{rank}.npz")
         arguments = ("tests.serving.rank_process", str(rank), str(num_ranks), output, json.dumps(steps), str(repeat))
         return self.start(*arguments, **environment)
