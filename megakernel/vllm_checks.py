@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-OLDEST, NEWEST = (0, 26), (0, 32)
+OLDEST, NEWEST = (0, 27), (0, 32)
 """The versions of vLLM between which the hook was tried, both ends included."""
 
 MODEL_TYPES = ("olmoe", "qwen3_moe", "mixtral")
