@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         pe = _join(job, role, options.plane)
     say(name, f"ready: {job.model.value}, {world.num_ranks} ranks, heap of {pe.layout.heap_bytes:,} bytes")
     with pe:
-        run_switch(pe, job.pipeline.sum_order)
+        run_switch(pe)
     claim.release()
     say(name, "ends: the server has left")
     return 0
