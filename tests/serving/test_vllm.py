@@ -28,10 +28,11 @@ from tests.serving.soak import Soak
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here; `make test-vllm` installs it beside and runs these", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(1500)
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = int(os.environ.get("INC_TEST_PROMPTS", "20"))
 RANKS = int(os.environ.get("INC_TEST_RANKS", "2"))
+SOAK = int(os.environ.get("INC_TEST_SOAK", "60"))
+pytestmark = pytest.mark.timeout(1500 + SOAK)
 ENGINE = {"enforce_eager": True}
 OPTIONS = "--dtype float32 --max-model-len 512 --max-num-batched-tokens 128 --max-num-seqs 8 --enforce-eager".split()  # noqa: SIM905
 
@@ -173,7 +174,7 @@ def test_a_server_of_several_ranks_and_two_switches(folder: Path) -> None:
             metrics = page.read().decode()
         for rank in range(RANKS):
             assert f'inc_moe_stage_seconds_total{{layer="1",rank="{rank}",stage="matmul_down"}}' in metrics
-        assert not Soak(server.address, server.model, seed=0).run(60, None)
+        assert not Soak(server.address, server.model, seed=0).run(SOAK, server.process.pid if SOAK > 1000 else None)
         with ThreadPoolExecutor(4) as pool:
             running = [
                 pool.submit(complete, server.address, server.model, f"{n}", max_tokens=400, timeout=120) for n in range(4)
