@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
+VLLM ?= 0.32.0
+VLLM_VENV ?= .venv-vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install $(if $(CI),--quiet)
 
@@ -14,10 +16,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test doctor clean
+.PHONY: help install demo test test-vllm soak doctor clean
 
 help: ## List these targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-10s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-10s%s\n", $$1, $$2 }'
 
 install: $(VENV)/installed ## Create .venv and install the project in it (once; the targets below do it too)
 
@@ -32,8 +34,14 @@ test: $(VENV)/installed ## Check style and types, and run the tests; options for
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
 
+test-vllm: $(VLLM_VENV)/with-vllm ## Serve small models through vLLM in an environment of its own; VLLM=0.27.1 is the oldest version
+	$(VLLM_VENV)/bin/python -m pytest tests/serving $(ARGS)
+
+soak: $(VLLM_VENV)/with-vllm ## 10,000 requests to a server with 4 ranks, and 200 prompts with W = 1 and 4
+	INC_TEST_SOAK=10000 INC_TEST_PROMPTS=200 INC_TEST_RANKS=4 $(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py $(ARGS)
+
 clean: ## Remove .venv and what builds and tools left
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -43,12 +51,20 @@ $(BIN)/python:
 	    { echo 'make: $(PYTHON) cannot create environments. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/torch: constraints.txt | $(BIN)/python
 	@echo 'Installing $(TORCH), then the project: a minute or two, once.'
 	@$(INSTALL) --no-deps '$(TORCH)' 2>/dev/null || \
 	    $(INSTALL) --no-deps --timeout 20 --retries 2 --index-url $(TORCH_INDEX) '$(TORCH)' || \
 	    { echo 'make: no CPU build of torch to be had: neither in the indexes that pip is configured for, nor at $(TORCH_INDEX).' >&2; \
 	      echo '  Name a mirror that holds it: make TORCH_INDEX=URL ...; or a folder of wheels: PIP_FIND_LINKS=FOLDER make ...' >&2; \
 	      echo '  or accept the CUDA build of PyPI (several GB): make TORCH=$(subst +cpu,,$(TORCH)) ...' >&2; exit 1; }
+	@touch $@
+
+$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
 	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VLLM_VENV)/with-vllm: pyproject.toml tests/serving/install_vllm.py
+	$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/torch
+	$(VLLM_VENV)/bin/python -m tests.serving.install_vllm $(VLLM)
 	@touch $@

@@ -70,7 +70,24 @@ def build_parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="counters, picture and Perfetto file of a finished run")
     trace.add_argument("folder", type=Path, help="the folder of one case, such as out/demo/megakernel_inc-inc_all_to_all")
     doctor.add_arguments(commands.add_parser("doctor", help="what this machine can run, and what is missing"))
+    _add_server_commands(commands, text)
     return parser
+
+
+def _add_server_commands(commands, text: type[argparse.HelpFormatter]) -> None:
+    from megakernel import serve
+    from switch_emulator import switch_command
+
+    switch = commands.add_parser(
+        "switch", help="one switch of a server", description=switch_command.HELP, formatter_class=text
+    )
+    switch_command.add_arguments(switch)
+    switch.set_defaults(serve=switch_command.run)
+    served = commands.add_parser(
+        "serve", help="serve a model through vLLM", description=serve.HELP, formatter_class=text, allow_abbrev=False
+    )
+    serve.add_arguments(served)
+    served.set_defaults(serve=serve.run)
 
 
 def _count(text: str) -> int:
@@ -134,8 +151,14 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, tokens: str, iteratio
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `inc`. Returns the exit status; errors of the runtime are one message, without a traceback."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, others = parser.parse_known_args(arguments)
+    options.vllm_options = others
+    if options.vllm_options and options.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(options.vllm_options)}")
     try:
+        if options.command in ("switch", "serve"):
+            return options.serve(options)
         if options.command == "doctor":
             return doctor.run(options)
         if options.command == "make-checkpoint":

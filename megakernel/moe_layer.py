@@ -8,6 +8,8 @@ In a torchrun script, on every compute rank (the switch PEs run `switch_emulator
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -91,6 +93,7 @@ class MoELayer:
         expert_ids: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        bound_tokens: int | None = None,
     ) -> torch.Tensor:
         """Run the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
 
@@ -98,10 +101,14 @@ class MoELayer:
         bound; `router_logits` [N, E], any float dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1 where a choice does
         not count, with `weights` [N, k] float. Returns [N, H] in the caller's memory: `out` if given, never a view of a slot.
 
+        `bound_tokens`: the most tokens that any rank brings to this call, if all ranks know it: no more microbatches than it
+        needs are run. Equal on all ranks, at most the pipeline's bound, which is the default.
+
         Raises: ConfigurationError before anything is sent; ArrivalTimeout, PeerDied or Aborted while running.
         """
-        shape = self.call.shape
-        self._check_hidden_states(hidden_states)
+        call = self.call if bound_tokens is None else _bounded(self.call, bound_tokens)
+        shape = call.shape
+        self._check_hidden_states(hidden_states, call.pipeline.bound_tokens)
         if out is None:
             out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         elif out.shape != hidden_states.shape or out.dtype != self.dtype or not out.is_contiguous():
@@ -125,13 +132,13 @@ class MoELayer:
             given = LayerInput(shape, tokens, expert_ids=ids.astype(np.int32), weights=chosen)
         target = rows_to_numpy(out)
         if self._pe is not None:
-            run_fused(self._pe, self.call, self._experts, given, target)
+            run_fused(self._pe, call, self._experts, given, target)
         else:
-            run_baseline(self._library, self.call, self.model, self._experts, given, target)
+            run_baseline(self._library, call, self.model, self._experts, given, target)
         return out
 
-    def _check_hidden_states(self, hidden_states: torch.Tensor) -> None:
-        shape, bound = self.call.shape, self.call.pipeline.bound_tokens
+    def _check_hidden_states(self, hidden_states: torch.Tensor, bound: int) -> None:
+        shape = self.call.shape
         if hidden_states.device.type != "cpu":
             raise ConfigurationError(
                 f"hidden_states is on {hidden_states.device}, expected the CPU: this is the host backend. Move it first."
@@ -150,6 +157,16 @@ class MoELayer:
                 f"hidden_states has {len(hidden_states)} tokens, at most bound_tokens = {bound}. "
                 "Give every rank a larger bound, or split the batch."
             )
+
+
+def _bounded(call: Call, bound_tokens: int) -> Call:
+    """The call with a bound of its own."""
+    largest = call.pipeline.bound_tokens
+    if not 1 <= bound_tokens <= largest:
+        raise ConfigurationError(
+            f"bound_tokens = {bound_tokens} of this call: it must be between 1 and the layer's bound_tokens = {largest}."
+        )
+    return replace(call, pipeline=replace(call.pipeline, bound_tokens=bound_tokens))
 
 
 def _check_num_tokens(name: str, seen: int, expected: int) -> None:

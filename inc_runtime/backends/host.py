@@ -14,12 +14,14 @@ import os
 import platform
 import random
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from inc_runtime.backends.base import BasePe
-from inc_runtime.backends.host_memory import MAX_PES, Activity, Control, SharedSlabs
+from inc_runtime.backends.host_memory import MAX_PES, Activity, Control, SharedSlabs, job_key
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline, check
-from inc_runtime.environment import Environment
+from inc_runtime.environment import Environment, require_job_id
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, PeerDied
 from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.one_sided import Awaited, Flag, Piece, Segment
@@ -31,7 +33,8 @@ SPINS_BEFORE_SLEEP = 200
 LONGEST_SLEEP_S = 0.001
 SWITCH_LIMIT_SHARE = 0.8
 """Ranks wait for a switch that waits for a rank: the switch gives up first, so that the report names the late rank."""
-_generations = itertools.count()
+_generations: defaultdict[str, itertools.count] = defaultdict(itertools.count)
+"""Numbers the heaps that this process joins, by job: all PEs of a job join its heaps in one order."""
 
 
 class HostPe(BasePe):
@@ -54,7 +57,7 @@ class HostPe(BasePe):
     ) -> None:
         dims = layout.dims
         digest = int.from_bytes(hashlib.sha256(repr((dims, layout.heap_bytes, pipeline)).encode()).digest()[:7], "little")
-        generation = next(_generations)
+        generation = next(_generations[job_key(environment)])
         self._slabs = SharedSlabs(world, environment.rank, layout.heap_bytes, digest, generation, environment)
         self._peer_memory = [
             layout.carve(world.role_of(peer), mapped.slab) for peer, mapped in enumerate(self._slabs.peers)
@@ -80,16 +83,24 @@ class HostPe(BasePe):
         num_ranks: int,
         num_dispatch_switches: int = 1,
         num_combine_switches: int = 1,
+        pe: int | None = None,
         **options,
     ) -> HostPe:
-        """Join the torchrun job that this process belongs to. Collective: every process calls it with equal arguments.
+        """Join the job that this process belongs to. Collective: every process calls it with equal arguments.
 
+        The job is that of torchrun, which numbers the PEs; or, given the number `pe` of this process, that of INC_JOB_ID.
         Raises: ConfigurationError for a shape, pipeline or world that cannot work; HeapTooLarge; PeerMissing.
         """
         environment = Environment.read()
         world = World(num_ranks, num_dispatch_switches, num_combine_switches)
         check(shape, pipeline, num_ranks)
-        check_processes(world, environment)
+        if pe is None:
+            environment = replace(environment, job_id="")
+            check_processes(world, environment)
+        else:
+            require_job_id(environment)
+            check_world(world)
+            environment = replace(environment, rank=pe)
         layout = HeapLayout(Dims.of(model, world, shape, pipeline))
         return cls(world, layout, environment, pipeline, **options)
 

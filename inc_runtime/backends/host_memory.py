@@ -81,7 +81,9 @@ class Peer:
 
 
 def job_key(environment: Environment) -> str:
-    """A name that all processes of one torchrun job share, and no other job."""
+    """A name that all processes of one job share, and no other job: by its id, or by the torchrun that started it."""
+    if environment.job_id:
+        return hashlib.sha256(f"job {environment.job_id}".encode()).hexdigest()[:16]
     parts = (environment.master_addr, environment.master_port, environment.run_id, environment.restart_count)
     return hashlib.sha256("|".join(map(str, parts)).encode()).hexdigest()[:16]
 

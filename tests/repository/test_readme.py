@@ -94,7 +94,8 @@ def wrong_command(line: str) -> list[str]:
     wrong = []
     paths = words
     if program == "inc":
-        wrong += wrong_inc(words[1:])
+        own = words[1:4] if words[1:2] == ["serve"] else words[1:]  # the rest of `inc serve` are options of vLLM
+        wrong += wrong_inc(own)
         paths = []  # the user's own files
     elif program == "make":
         wrong += wrong_make(words[1:])

@@ -1,0 +1,38 @@
+"""Generate greedily from a list of prompts with vLLM's offline engine in one process, and write tokens as JSON.
+
+    python -m tests.serving.generate MODEL PROMPTS OUTPUT [vLLM engine arguments as JSON]
+
+The environment says everything else: INC_VLLM and the job for our runtime, VLLM_DP_RANK and its companions for data parallel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main(model: str, prompts: str, output: str, more: str = "{}") -> None:
+    """Run one rank's share: with data parallel, every DP_SIZE-th prompt."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+
+    rank, size = int(os.environ.get("VLLM_DP_RANK", 0)), int(os.environ.get("VLLM_DP_SIZE", 1))
+    own = json.loads(Path(prompts).read_text())[rank::size]
+    arguments = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 8, "seed": 0}
+    engine = LLM(model, **(arguments | json.loads(more)))
+    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1)
+    results = engine.generate(own, sampling, use_tqdm=False)
+    answers = [
+        {
+            "tokens": list(result.outputs[0].token_ids),
+            "logprob": float(result.outputs[0].cumulative_logprob),
+        }
+        for result in results
+    ]
+    Path(output).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
