@@ -143,8 +143,8 @@ def busiest_unit(study: Study) -> Iterator[Row]:
         for ranks in (2, 4, 8, 16, 32, 64):
             for port in LINK_SPEEDS:
                 spec = replace(network, port_gbps=port)
-                base = Scenario("olmoe_1b_7b", num_ranks=ranks, implementation=implementation, tokens_per_rank=TOKENS, network=spec)
-                result = study.fast(replace(base, microbatch_tokens=512))
+                base = Scenario("olmoe_1b_7b", num_ranks=ranks, implementation=implementation, network=spec)
+                result = study.fast(replace(base, tokens_per_rank=TOKENS, microbatch_tokens=512))
                 yield row_of(result, series, port, busy=round(result.busy[result.busiest], 4))
 
 

@@ -51,7 +51,7 @@ def speed_ups(points: list[Point], *, mode: str = "fast") -> dict[str, list[tupl
 
 
 def post_formula(points: list[Point]) -> tuple[float, float, float]:
-    """o in us, c in us per token, and S of T = (M + S - 1)(o + c m_b), least squares of the logarithm over all points of a series.
+    """o in us, c in us per token, and S of T = (M + S - 1)(o + c m_b), least squares over all points of a series.
 
     Source: post, Pipelining. Searched over S; for each S the best o and c are a linear fit of T / (M + S - 1) against m_b.
     """

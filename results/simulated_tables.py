@@ -41,7 +41,7 @@ def speed_up_against_ranks(path: Path) -> str:
 def speed_up_against_link(path: Path) -> str:
     """Speed-up by link speed, and where it begins."""
     points = read_points(path)
-    note = "Layer time of MegaKernel over that of MegaKernel INC on a real switch against GB/s of a rank's port, each at its best m_b."
+    note = "Layer time of MegaKernel over that of MegaKernel INC on a real switch, each at its best m_b; columns: GB/s of a port."
     text = _by_x(points, "Speed-up of INC over plain all-to-all against link speed", note, "GB/s")
     paying = []
     for series, line in speed_ups(points).items():
@@ -59,7 +59,8 @@ def price_of_phases(path: Path) -> str:
         if p.implementation == "megakernel_inc_phased":
             price = p.layer_time_us / free[p.series].layer_time_us
             memory = float(p.row["memory_mib"])
-            lines.append([p.series, f"{p.x:g}", str(p.microbatch_tokens), f"{memory:.1f}", f"{p.layer_time_us:.0f}", f"{price:.2f}"])
+            size, times = f"{p.microbatch_tokens}", [f"{p.layer_time_us:.0f}", f"{price:.2f}"]
+            lines.append([p.series, f"{p.x:g}", size, f"{memory:.1f}", *times])
     note = "Both at the best m_b of the collective form; rows that the larger of the two switches holds."
     header = ["", "G", "m_b", "switch rows, MiB", "layer us", "over collective"]
     return _table("Price of phases against G and against switch memory", note, points, header, lines)

@@ -57,8 +57,10 @@ class Calibration:
 
 
 def load_calibration(path: Path | None = None) -> Calibration:
-    """Read a calibration file; the committed default without a path. Raises ConfigurationError."""
+    """Read a calibration file, or a committed one by its name; the default without a path. Raises ConfigurationError."""
     path = path or DEFAULT_PATH
+    if not path.suffix and not path.exists():
+        path = DEFAULT_PATH.parent / f"{path}.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=["event", "fast"], default="event", help="event executes the programs (default)")
     parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help="a value that wins over the file")
     parser.add_argument("--sweep", action="append", default=[], metavar="TABLE.KEY=V1,V2", help="all combinations of such lists")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="default: the committed one, of published figures")
+    parser.add_argument("--calibration", type=Path, metavar="NAME", help="a file, or published_h200 (default) or two_h200")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="event mode: write a Perfetto timeline of a single scenario")
     parser.add_argument("--output", type=Path, metavar="FILE", help="results as CSV; with --calibrate, the calibration as JSON")
     group = parser.add_argument_group("calibration")

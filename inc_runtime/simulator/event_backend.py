@@ -120,6 +120,7 @@ class TimedPe(SimulatedPe):
         # Not the constructor of BasePe: it would allocate the private rows of the switches.
         self.pe, self.world, self.layout = pe, simulation.world, simulation.layout
         self.role, self.name, self.trace = self.world.role_of(pe), self.world.name_of(pe), OpTrace(pe)
+        self.sum_order = simulation.sum_order
         self.memory = cast("dict[str, np.ndarray]", self._regions())
         self.outstanding, self.quieting = 0, cast("list[greenlet.greenlet]", [])
         self.left_at = self.release_at = 0.0

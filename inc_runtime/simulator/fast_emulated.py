@@ -80,6 +80,10 @@ class EmulatedPorts:
         ends = max(when, float(self.out[port])) + np.cumsum(outward)
         self.out[port] = float(ends[-1])
         net.busy["switch port out"][port] += outward.sum()
+        if kind == "sums":
+            # Until then the quiet of the next pull waits.
+            plane = port - self.combine_port
+            self.landed[plane] = max(float(self.landed[plane]), float(ends[-1] + self.plan.leg_us + num_bytes[-1] / self.plan.port))
 
         def reach(ranks: np.ndarray, when: np.ndarray) -> None:
             inward = num_bytes[ranks] / self.plan.port

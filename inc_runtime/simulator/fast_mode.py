@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from inc_runtime.errors import ConfigurationError
+from inc_runtime.errors import ConfigurationError, Deadlock
 from inc_runtime.simulator.event_backend import MATRIX, VECTOR
 from inc_runtime.simulator.event_mode import LayerResult
 from inc_runtime.simulator.fast_network import EXACT_FLOW_RANKS, FastNetwork
@@ -82,7 +82,11 @@ class FastLayer:
         self._start("send", 0, self.everyone)
         while self.tasks:
             heapq.heappop(self.tasks)[2]()
-        return float(self.done["finish"][-1].max())
+        end = float(self.done["finish"][-1].max())
+        if np.isnan(end):
+            unfinished = {stage: np.argwhere(np.isnan(x))[0].tolist() for stage, x in self.done.items() if np.isnan(x).any()}
+            raise Deadlock(f"fast mode: no task is left, but these never ended (microbatch, rank): {unfinished}. Use --mode event.")
+        return end
 
     def use(self, unit: str, ranks: np.ndarray, ready: np.ndarray, cost: np.ndarray) -> np.ndarray:
         """Occupy a unit of `ranks` from `ready` on, for `cost` [W]. Returns when each is done."""

@@ -45,6 +45,7 @@ class FastNetwork:
         self.combine_free = self.release = 0.0
         self.summed = -1
         self.words: dict[int, np.ndarray] = defaultdict(lambda: np.full(self.num_ranks, np.nan))
+        self.taken: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(self.num_ranks, bool))
         self.collected: dict[tuple[str, int], Collected] = defaultdict(lambda: Collected(self.num_ranks))
         self.busy: dict[str, np.ndarray] = {"rank port out": np.zeros(self.num_ranks), "rank port in": np.zeros(self.num_ranks)}
         if self.two_level:
@@ -159,11 +160,12 @@ class FastNetwork:
         number = self.summed + 1
         if number >= len(self.layer.loads) or (self.emulated is not None and not self.emulated.ready_to_pull(number)):
             return
-        here = np.flatnonzero(~np.isnan(self.words[number]))
+        here = np.flatnonzero((self.words[number] >= 0) & ~self.taken[number])
         if len(here):
             self._words_came(number, here)
 
     def _words_came(self, number: int, ranks: np.ndarray) -> None:
+        self.taken[number][ranks] = True
         if self.emulated is not None:
             self.emulated.words_came(number, ranks, self.words[number][ranks])
             return

@@ -17,7 +17,7 @@ import numpy as np
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.simulator.calibration import Calibration
 from inc_runtime.simulator.event_mode import RolePrograms
-from inc_runtime.simulator.measured import LayerPoint, Row, layer_points, predict, predictions, read_rows
+from inc_runtime.simulator.measured import MODELLED_PLACEMENTS, LayerPoint, Row, layer_points, predict, predictions, read_rows
 
 FITTED = (
     "matrix_tflops",
@@ -44,7 +44,7 @@ def fit_parts(rows: Sequence[Row], start: Calibration) -> tuple[Calibration, dic
     """Step 1. Returns the calibration and the relative rms error of the MatMul times."""
     changes: dict[str, float] = {}
     for metric, name in MEANS.items():
-        values = [float(row["value"]) for row in rows if row["metric"] == metric]
+        values = [float(row["value"]) for row in rows if row["metric"] == metric and row["placement"] in MODELLED_PLACEMENTS]
         if values:
             changes[name] = float(np.mean(values))
     overheads = [float(row["value"]) for row in rows if row["metric"] == "stage_overhead"]
@@ -62,7 +62,33 @@ def fit_parts(rows: Sequence[Row], start: Calibration) -> tuple[Calibration, dic
             raise ConfigurationError("stage_time of the MatMuls does not grow with the rows: no rate fits it. Check the data.")
         changes |= {"matrix_tflops": 1.0 / float(per_tflop), "launch_us": max(0.1, float(launch))}
         errors["matmul_rms_error"] = float(np.sqrt(np.mean((design @ [launch, per_tflop] - 1) ** 2)))
+    _fit_expert_products(rows, start, changes, errors)
     return replace(start, **changes), errors  # type: ignore[arg-type]
+
+
+def _fit_expert_products(rows: Sequence[Row], start: Calibration, changes: dict[str, float], errors: dict[str, float]) -> None:
+    """Our own kernel for both products, alone on all SMs: t = o + FLOPs / rate, where the weights are not the limit.
+
+    Its o holds the launch and the last, partly filled wave of tiles, so that it bounds that of a persistent kernel from above.
+    """
+    memory = changes.get("memory_tbps", start.memory_tbps)
+    flops, measured = [], []
+    for row in rows:
+        ours = row["metric"] == "stage_time" and row["implementation"] == "expert_matmul" and row.get("distribution") == "uniform"
+        if not ours or int(row.get("num_sms") or 0) != start.total_sms:
+            continue
+        weights = 3 * float(row["hidden"]) * float(row["intermediate"])
+        work = 2 * weights * float(row["num_rows"])
+        if work / (start.matrix_tflops * 1e6) > 2 * weights * float(row["num_experts"]) / (memory * 1e6):
+            flops.append(work)
+            measured.append(float(row["value"]))
+    if len(flops) < 2:
+        return
+    times = np.array(measured)
+    design = np.stack([np.ones_like(times), np.array(flops) / 1e6], axis=1) / times[:, None]
+    (overhead, per_tflop), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
+    changes |= {"matrix_tflops": 1.0 / float(per_tflop), "matrix_overhead_us": max(0.1, float(overhead))}
+    errors["expert_products_rms_error"] = float(np.sqrt(np.mean((design @ [overhead, per_tflop] - 1) ** 2)))
 
 
 def _matmul_flops(row: Row) -> float:
