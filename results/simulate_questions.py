@@ -4,7 +4,7 @@
     python -m results.simulate_questions --question two_level  one of them
 
 Every number is simulated and names its calibration. Data: results/data/simulated_layer_QUESTION_COMMIT.csv, tables:
-results/tables, figures: results/figures, drawn by `plot_simulated.py` from the data alone. Fast mode, except for the points
+results/tables and figures: results/figures, of the same name, drawn by `plot_simulated.py` from the data alone. Fast mode, except for the points
 that are marked as event mode.
 """
 
@@ -181,8 +181,9 @@ def answer(question: str, calibration: Calibration) -> Path:
     """Run one question: data, table and figure. Returns the data file."""
     with tqdm(desc=question, delay=3, unit=" layers", file=sys.stderr) as bar:
         rows = [row | {"question": question} for row in QUESTIONS[question](Study(calibration, bar.update))]
-    for old in (RESULTS / "data").glob(f"simulated_layer_{question}_*.csv"):
-        old.unlink()
+    for folder in ("data", "tables", "figures"):
+        for old in (RESULTS / folder).glob(f"simulated_layer_{question}_*"):
+            old.unlink()
     data = RESULTS / "data" / f"simulated_layer_{question}_{git_commit(RESULTS)}.csv"
     write_rows(data, rows, f"python -m results.simulate_questions --question {question}", MORE_COLUMNS)
     redraw(question, data)
@@ -193,8 +194,8 @@ def redraw(question: str, data: Path) -> None:
     """Table and figure of a data file."""
     for folder in ("tables", "figures"):
         (RESULTS / folder).mkdir(exist_ok=True)
-    (RESULTS / "tables" / f"simulated_{question}.md").write_text(TABLES[question](data), encoding="utf-8")
-    FIGURES[question](data, RESULTS / "figures" / f"simulated_{question}.png")
+    (RESULTS / "tables" / f"{data.stem}.md").write_text(TABLES[question](data), encoding="utf-8")
+    FIGURES[question](data, RESULTS / "figures" / f"{data.stem}.png")
 
 
 def main() -> int:

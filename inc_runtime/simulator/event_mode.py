@@ -76,7 +76,7 @@ def simulate_layer(
     if aggregate and not (plain and plan.real and scenario.network.planes == 1):
         raise ConfigurationError(
             f"num_ranks = {scenario.num_ranks}: from {AGGREGATE_FROM_RANKS} ranks on, packets of {scenario.model.value} are "
-            "aggregated, which needs a plain model, real switches and one plane. Use fewer ranks, or switch = real and planes = 1."
+            "aggregated, which needs a plain model, real switches and one plane. Use fewer ranks, or real switches and one plane."
         )
     routing = _Routing(plan)
     simulation = EventSimulation(plan, routing.loads, traced=traced)

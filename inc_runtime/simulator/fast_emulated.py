@@ -83,7 +83,8 @@ class EmulatedPorts:
         if kind == "sums":
             # Until then the quiet of the next pull waits.
             plane = port - self.combine_port
-            self.landed[plane] = max(float(self.landed[plane]), float(ends[-1] + self.plan.leg_us + num_bytes[-1] / self.plan.port))
+            last = float(ends[-1] + self.plan.leg_us + num_bytes[-1] / self.plan.port)
+            self.landed[plane] = max(float(self.landed[plane]), last)
 
         def reach(ranks: np.ndarray, when: np.ndarray) -> None:
             inward = num_bytes[ranks] / self.plan.port

@@ -35,7 +35,7 @@ def shape_of(name: str) -> LayerShape:
     try:
         return PUBLIC_MODELS[name].shape
     except KeyError:
-        raise ConfigurationError(f"model name = {name!r}: it must be one of {', '.join(PUBLIC_MODELS)}.") from None
+        raise ConfigurationError(f"model.name = {name!r}: it must be one of {', '.join(PUBLIC_MODELS)}.") from None
 
 
 def with_replicas(shape: LayerShape, num_replicas: int) -> LayerShape:

@@ -147,8 +147,8 @@ def parse_scenario(text: str, source: str, folder: Path = Path(), overrides: dic
 
 
 def _line_of(message: str, lines: dict[tuple[str, str], int]) -> str:
-    key = message.split(" = ")[0].split(" ")[-1]
-    found = [number for (_, name), number in lines.items() if name == key]
+    table, _, key = message.split(" = ")[0].split(" ")[-1].rpartition(".")
+    found = [n for place, n in lines.items() if place in ((table, key), (key, "")) or (not table and place[1] == key)]
     if not found:
         return ": not in the file, the default does not fit here"
     return f":{found[0]}" if found[0] else ": on the command line"
@@ -202,19 +202,19 @@ def build_scenario(tables: dict[str, Any], folder: Path = Path()) -> Scenario:
     ranks = dict(tables.get("ranks", {}))
     values["placement"] = _placement(ranks.pop("placement", base.placement))
     values |= _typed(base, ranks)
-    values["implementation"] = _enum(Implementation, "name", implementation.pop("name", base.implementation.value))
+    values["implementation"] = _enum(Implementation, "implementation.name", implementation.pop("name", base.implementation.value))
     if (named := implementation.pop("communication_model", None)) is not None:
         values["communication_model"] = _enum(CommunicationModel, "communication_model", named)
     values |= _typed(base, implementation)
     network = {k: _enum(_ENUMS[k], k, v) if k in _ENUMS else v for k, v in tables.get("network", {}).items()}
     topology = dict(tables.get("topology", {}))
-    kind = _enum(TopologyKind, "kind", topology.pop("kind", "one_switch"))
+    kind = _enum(TopologyKind, "topology.kind", topology.pop("kind", "one_switch"))
     numbers = {k: v for k, v in network.items() if k not in _ENUMS} | topology
     _typed(base.network, numbers)
     values["network"] = replace(base.network, topology=kind, **network, **topology)
     routing = dict(tables.get("routing", {}))
     if "kind" in routing:
-        routing["kind"] = _enum(RoutingKind, "kind", routing["kind"])
+        routing["kind"] = _enum(RoutingKind, "routing.kind", routing["kind"])
     if "trace" in routing:
         routing["trace"] = folder / routing["trace"]
     values["routing"] = replace(base.routing, **routing)
