@@ -3,9 +3,9 @@
     python -m results.simulate_questions                       all six
     python -m results.simulate_questions --question two_level  one of them
 
-Every number is simulated and names its calibration. Data: results/data/simulated_layer_QUESTION_COMMIT.csv, tables:
-results/tables and figures: results/figures, of the same name, drawn by `plot_simulated.py` from the data alone. Fast mode, except for the points
-that are marked as event mode.
+Every number is simulated and names its calibration. Data: results/data/simulated_layer_QUESTION_COMMIT.csv; the table in
+results/tables and the figure in results/figures have the same name and follow from the data alone. Fast mode, except for
+the points that are marked as event mode.
 """
 
 from __future__ import annotations

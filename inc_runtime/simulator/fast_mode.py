@@ -85,7 +85,7 @@ class FastLayer:
         end = float(self.done["finish"][-1].max())
         if np.isnan(end):
             unfinished = {stage: np.argwhere(np.isnan(x))[0].tolist() for stage, x in self.done.items() if np.isnan(x).any()}
-            raise Deadlock(f"fast mode: no task is left, but these did not end (microbatch, rank): {unfinished}. Use --mode event.")
+            raise Deadlock(f"fast mode: no task is left, but these did not end: {unfinished}. Use --mode event.")
         return end
 
     def use(self, unit: str, ranks: np.ndarray, ready: np.ndarray, cost: np.ndarray) -> np.ndarray:
