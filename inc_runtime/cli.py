@@ -28,6 +28,8 @@ from inc_runtime.job import JobPlan, run_pe, wait_for_all, wait_for_file
 from inc_runtime.launch import join_rank_group, launch
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import World
+from inc_runtime.simulator import command as simulator_command
+from inc_runtime.simulator.event_mode import RolePrograms
 
 if TYPE_CHECKING:
     from megakernel.workload import Workload
@@ -69,6 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_shape_arguments(make, OLMOE_1B_7B)
     trace = commands.add_parser("trace", help="counters, picture and Perfetto file of a finished run")
     trace.add_argument("folder", type=Path, help="the folder of one case, such as out/demo/megakernel_inc-inc_all_to_all")
+    simulate = commands.add_parser("simulate", help="what real switches would give, at any W and link speed")
+    simulator_command.add_arguments(simulate)
     doctor.add_arguments(commands.add_parser("doctor", help="what this machine can run, and what is missing"))
     _add_server_commands(commands, text)
     return parser
@@ -161,6 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
             return options.serve(options)
         if options.command == "doctor":
             return doctor.run(options)
+        if options.command == "simulate":
+            return simulator_command.run(options, simulated_programs())
         if options.command == "make-checkpoint":
             return make_checkpoint(options.folder, shape_of(options), options.layers, options.seed)
         if options.command == "trace":
@@ -179,6 +185,14 @@ def main(arguments: list[str] | None = None) -> int:
         kind = "" if isinstance(error, Aborted) else "error: "
         print(f"{line_break}inc: {kind}{error}", file=sys.stderr)
         return 3 if isinstance(error, Aborted) else 2
+
+
+def simulated_programs() -> RolePrograms:
+    """The programs of ranks and switches for the discrete-event mode."""
+    from megakernel.simulated_layer import rank_threads
+    from switch_emulator.run_switch import run_switch
+
+    return RolePrograms(rank_threads, run_switch)
 
 
 def shape_of(options: argparse.Namespace) -> LayerShape:

@@ -5,6 +5,8 @@ Sources: GShard and Switch Transformers for top-k gating; the sigmoid router wit
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from inc_runtime.config import LayerShape, Router
@@ -78,13 +80,15 @@ def check_expert_ids(expert_ids: np.ndarray, weights: np.ndarray, num_tokens: in
         raise ConfigurationError(f"weights[{token}, {column}] = {weights[token, column]}, expected a finite number.")
 
 
+@lru_cache(maxsize=64)
 def rank_of_experts(num_experts: int, num_ranks: int) -> np.ndarray:
-    """The rank that holds each expert: [num_experts] int32. The rule is `LayerShape.experts_of_rank`."""
+    """The rank that holds each expert: [num_experts] int32, read-only and kept. The rule is `LayerShape.experts_of_rank`."""
     shape = LayerShape(num_experts, 1, 8, 1)
     owners = np.empty(num_experts, np.int32)
     for rank in range(num_ranks):
         owned = shape.experts_of_rank(rank, num_ranks)
         owners[owned.start : owned.stop] = rank
+    owners.setflags(write=False)
     return owners
 
 

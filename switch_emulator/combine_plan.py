@@ -15,10 +15,13 @@ from inc_runtime.routing import expert_rank_membership
 
 @dataclass(frozen=True)
 class Pull:
-    """A run of rows of one expert rank: `count` rows from `start` of its slot belong to `tokens` [count] of `owner`."""
+    """A run of rows of one expert rank, from `start` of its slot: row i belongs to token `tokens[i]` of `owners[i]`.
+
+    `tokens`, `owners`: [count] int64; tokens are counted from the plane's first.
+    """
 
     start: int
-    owner: int
+    owners: np.ndarray
     tokens: np.ndarray
 
     @property
@@ -41,6 +44,7 @@ class CombinePlan:
         capacity = self.dims.combine_plane_tokens
         self.token_range = range(plane * capacity, (plane + 1) * capacity)
         self._membership: dict[tuple[int, int], np.ndarray] = {}
+        self._packed_rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def membership(self, plane: int, owner: int) -> np.ndarray:
         key = (plane, owner)
@@ -60,21 +64,37 @@ class CombinePlan:
         header = self.pe.memory["plan_header"][self.slot, :, owner, Header.NUM_ROWS]
         return len(plane_tokens(int(header.sum()), self.dims.world.plane_of(self.pe.pe), len(self.token_range)))
 
+    def _packed(self, plane: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows of a coalesced packet: owner and token in order of expert rank, owner, token; first row of each rank."""
+        if plane not in self._packed_rows:
+            tokens, ranks = zip(*(np.nonzero(self.membership(plane, s)) for s in range(self.dims.num_ranks)), strict=True)
+            owner = np.repeat(np.arange(self.dims.num_ranks), [len(t) for t in tokens])
+            rank = np.concatenate(ranks)
+            order = np.argsort(rank, kind="stable")
+            first = np.searchsorted(rank[order], np.arange(self.dims.num_ranks + 1))
+            self._packed_rows[plane] = owner[order], np.concatenate(tokens)[order], first
+        return self._packed_rows[plane]
+
     def pulls(self, expert_rank: int, owners: Sequence[int]) -> list[Pull]:
-        """The runs to pull from `expert_rank` for `owners`; tokens are counted from the plane's first."""
+        """The contiguous runs to pull from `expert_rank` for `owners`; all ranks own without phases."""
         runs = []
         for plane in range(self.dims.world.num_dispatch_switches):
-            before = 0
-            for sender in range(self.dims.num_ranks):
-                packed = not self.dims.model.phased
-                if not packed and sender not in owners:
-                    continue
-                rows = np.flatnonzero(self.membership(plane, sender)[:, expert_rank])
-                if sender in owners and len(rows):
-                    tokens = rows + plane * self.dims.dispatch_plane_tokens
-                    low, high = np.searchsorted(tokens, (self.token_range.start, self.token_range.stop))
-                    if high > low:
-                        start = first_row(self.dims, plane, sender, before) + int(low)
-                        runs.append(Pull(start, sender, tokens[low:high] - self.token_range.start))
-                before += len(rows)
+            if self.dims.model.phased:
+                for sender in sorted(owners):
+                    rows = np.flatnonzero(self.membership(plane, sender)[:, expert_rank])
+                    start = first_row(self.dims, plane, sender, 0)
+                    runs += self._runs(plane, start, np.full(len(rows), sender), rows)
+            else:
+                owner, token, first = self._packed(plane)
+                own = slice(first[expert_rank], first[expert_rank + 1])
+                runs += self._runs(plane, first_row(self.dims, plane, 0, 0), owner[own], token[own])
         return runs
+
+    def _runs(self, plane: int, start: int, owner: np.ndarray, rows: np.ndarray) -> list[Pull]:
+        """Contiguous runs of those rows, which begin at `start`, whose tokens this combine plane sums."""
+        token = rows + plane * self.dims.dispatch_plane_tokens - self.token_range.start
+        position = np.flatnonzero((token >= 0) & (token < len(self.token_range)))
+        if not len(position):
+            return []
+        cuts = np.flatnonzero(np.diff(position) != 1) + 1
+        return [Pull(start + int(p[0]), owner[p], token[p]) for p in np.split(position, cuts)]

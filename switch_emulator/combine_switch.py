@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from inc_runtime.config import SumOrder
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Piece, Segment
 from inc_runtime.protocol import Tag, signal_word, slot_of
@@ -62,8 +64,11 @@ def pull_and_add(pe: OneSided, plan: CombinePlan, expert_rank: int, owners: Sequ
     pe.get(expert_rank, pieces, magic=plan.magic)
     pe.quiet()
     with pe.stage("accumulate", plan.magic, rows=landed):
+        place = np.empty(pe.world.num_ranks, np.int64)
+        place[list(owners)] = np.arange(len(owners))
         for pull, piece in zip(pulls, pieces, strict=True):
-            pe.memory["accumulators"][owners.index(pull.owner), pull.tokens] += piece.target.astype("f4")
+            # An (owner, token) pair occurs once per expert rank, so that the indexed += adds every row.
+            pe.memory["accumulators"][place[pull.owners], pull.tokens] += piece.target.astype("f4")
 
 
 def return_sums(pe: OneSided, plan: CombinePlan, owners: Sequence[int]) -> None:

@@ -74,7 +74,11 @@ class Simulation:
         self._hub = greenlet.getcurrent()
         self._threads: list[tuple[greenlet.greenlet, SimulatedPe]] = []
         self.sum_order = sum_order
-        self.pes = [SimulatedPe(self, pe, traced) for pe in range(world.num_pes)]
+        self.pes = [self.make_pe(pe, traced) for pe in range(world.num_pes)]
+
+    def make_pe(self, pe: int, traced: bool) -> SimulatedPe:
+        """The PEs of this simulation; the discrete-event mode of `inc_runtime/simulator` makes others."""
+        return SimulatedPe(self, pe, traced)
 
     def spawn(self, pe: int, program: Callable[[SimulatedPe], None]) -> None:
         thread = greenlet.greenlet(lambda: program(self.pes[pe]))

@@ -154,23 +154,34 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
             return_partial_sums(pe, call, magic, (pe.pe + 1 + step) % dims.num_ranks, plane)
 
 
+def own_rows(dims: Dims, plane: int, rows: np.ndarray) -> np.ndarray:
+    """Of `rows`, the tokens that one combine relay serves."""
+    low, high = combine_range(dims, plane)
+    return rows[(rows >= low) & (rows < high)]
+
+
+def wait_for_partial_sums(pe: OneSided, call: Call, magic: int) -> list[np.ndarray]:
+    """Wait for the partial sums of all ranks. Returns the tokens of each rank's sums."""
+    dims = pe.layout.dims
+    rows_for = rows_of_own_tokens(pe, call, magic)
+    for plane in range(dims.world.num_combine_switches):
+        for expert_rank, rows in enumerate(rows_for):
+            index = (slot_of(magic, dims.depth), plane, expert_rank)
+            count = len(own_rows(dims, plane, rows))
+            wait_for_message(pe, "partial_chunk_arrived", index, magic, Tag.TOKEN_SUMS, count)
+    return rows_for
+
+
 def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -> np.ndarray:
     """Wait for the partial sums of all ranks and add them in rank order: [num_tokens, H], a new array."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    rows_for = rows_of_own_tokens(pe, call, magic)
+    rows_for = wait_for_partial_sums(pe, call, magic)
     sums = np.zeros((num_tokens, dims.hidden_size), np.float32)
-    for plane in range(dims.world.num_combine_switches):
-        low, high = combine_range(dims, plane)
-        for expert_rank, rows in enumerate(rows_for):
-            own = rows[(rows >= low) & (rows < high)]
-            index = (slot, plane, expert_rank)
-            wait_for_message(pe, "partial_chunk_arrived", index, magic, Tag.TOKEN_SUMS, len(own))
     with pe.stage("global_reduce", magic, rows=num_tokens):
         for plane in range(dims.world.num_combine_switches):
-            low, high = combine_range(dims, plane)
             for expert_rank, rows in enumerate(rows_for):
-                own = rows[(rows >= low) & (rows < high)]
+                own = own_rows(dims, plane, rows)
                 partial = pe.memory["received_partial_sums"][slot, plane, expert_rank, : len(own)]
                 sums[own] += partial.astype(np.float32)
     return sums.astype(dims.row_dtype)

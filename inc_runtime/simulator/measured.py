@@ -1,0 +1,172 @@
+"""Measured data files: which rows the calibration uses, the scenario of each, and predicted against measured."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inc_runtime.config import OLMOE_1B_7B, Implementation, LayerShape
+from inc_runtime.errors import ConfigurationError
+from inc_runtime.simulator.calibration import Calibration
+from inc_runtime.simulator.event_mode import RolePrograms, simulate_layer
+from inc_runtime.simulator.fast_mode import check_fast, simulate_fast
+from inc_runtime.simulator.plan import LayerPlan
+from inc_runtime.simulator.scenario import MODEL_OF, Forwarding, NetworkSpec, Scenario, SwitchKind
+
+COLUMNS = (
+    "measurement",
+    "source",
+    "placement",
+    "implementation",
+    "num_ranks",
+    "num_tokens",
+    "microbatch_tokens",
+    "metric",
+    "value",
+    "unit",
+)
+MODELLED_PLACEMENTS = ("native", "scale_model", "simulated")
+Row = dict[str, str]
+
+
+def read_rows(paths: Iterable[Path]) -> list[Row]:
+    """Rows of long-format files; lines that begin with # are the header. Raises ConfigurationError that names file and line."""
+    rows: list[Row] = []
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigurationError(f"{path}: {error.strerror}. Name the data files of measurements.") from None
+        numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip() and not line.startswith("#")]
+        reader = csv.DictReader([line for _, line in numbered])
+        missing = set(COLUMNS) - set(reader.fieldnames or ())
+        if missing:
+            raise ConfigurationError(f"{path}: columns {sorted(missing)} are missing. The columns are {', '.join(COLUMNS)}.")
+        for (number, _), row in zip(numbered[1:], reader, strict=True):
+            try:
+                float(row["value"])
+            except (TypeError, ValueError):
+                raise ConfigurationError(f"{path}:{number}: value = {row['value']!r}: it must be a number.") from None
+            rows.append(row | {"file": path.name})
+    return rows
+
+
+@dataclass(frozen=True)
+class LayerPoint:
+    """One measured layer: where, what, and how long, in us."""
+
+    scenario: Scenario
+    measured_us: float
+    source: str
+    file: str
+
+    @property
+    def label(self) -> tuple[str, str, int, int, int]:
+        s = self.scenario
+        return s.placement, s.implementation.value, s.num_ranks, s.tokens_per_rank, s.microbatch_tokens
+
+
+def layer_points(rows: Iterable[Row]) -> list[LayerPoint]:
+    """The `layer_time` rows that the simulator models: the five implementations on native and scale_model placements."""
+    known = {implementation.value for implementation in Implementation}
+    points = []
+    for row in rows:
+        usable = row["metric"] == "layer_time" and row["implementation"] in known and row["placement"] in MODELLED_PLACEMENTS
+        if not usable or row["source"] == "published":
+            continue
+        scale = {"us": 1.0, "ms": 1e3, "s": 1e6}.get(row["unit"])
+        if scale is None:
+            raise ConfigurationError(f"{row['file']}: unit = {row['unit']} of a layer_time: it must be us, ms or s.")
+        points.append(LayerPoint(scenario_of(row), float(row["value"]) * scale, row["source"], row["file"]))
+    return points
+
+
+def _number(row: Row, name: str, default: int) -> int:
+    text = row.get(name)
+    return int(float(text)) if text else default
+
+
+def scenario_of(row: Row) -> Scenario:
+    """The scenario of a measured row; columns that the file lacks take the OLMoE layer and the default pipeline.
+
+    Switches of both placements are emulated. The relay of the plain forms forwards each packet as it lands and its device has a
+    port for every rank's share, so that it is modelled as a real switch, in one step.
+    """
+    base, implementation = Scenario(), Implementation(row["implementation"])
+    olmoe = OLMOE_1B_7B
+    shape = LayerShape(
+        _number(row, "num_experts", olmoe.num_experts),
+        _number(row, "top_k", olmoe.top_k),
+        _number(row, "hidden_size", olmoe.hidden_size),
+        _number(row, "intermediate_size", olmoe.intermediate_size),
+    )
+    inc = MODEL_OF[implementation].in_network
+    tokens = _number(row, "num_tokens", base.tokens_per_rank)
+    network = NetworkSpec(
+        switch=SwitchKind.EMULATED if inc and row["placement"] != "simulated" else SwitchKind.REAL,
+        forwarding=Forwarding.STORE_AND_FORWARD,
+        planes=_number(row, "planes", 1) if inc else 1,
+        dual_role=row.get("dual_role", "") in ("1", "true", "True"),
+        local_bypass=row.get("local_bypass", "") in ("1", "true", "True"),
+    )
+    scenario = Scenario(
+        name=row["file"],
+        shape=shape,
+        num_ranks=_number(row, "num_ranks", base.num_ranks),
+        implementation=implementation,
+        tokens_per_rank=tokens,
+        microbatch_tokens=min(tokens, _number(row, "microbatch_tokens", tokens)),
+        depth=_number(row, "depth", base.depth),
+        ranks_per_phase=_number(row, "ranks_per_phase", 1),
+        network=network,
+        placement=row["placement"],
+    )
+    scenario.check()
+    return scenario
+
+
+def predict(scenario: Scenario, calibration: Calibration, programs: RolePrograms | None = None) -> float:
+    """Layer time in us: fast mode, or event mode for what fast mode does not model (needs `programs`)."""
+    plan = LayerPlan(scenario, calibration)
+    try:
+        check_fast(plan)
+    except ConfigurationError:
+        if programs is None:
+            raise
+        return simulate_layer(plan, programs).layer_time_us
+    return simulate_fast(plan).layer_time_us
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A line of the table of predicted against measured. `fitted`: the fit has seen this point."""
+
+    point: LayerPoint
+    predicted_us: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted_us / self.point.measured_us - 1
+
+
+def predictions(
+    points: Sequence[LayerPoint], calibration: Calibration, fitted: Sequence[LayerPoint], programs: RolePrograms | None
+) -> list[Prediction]:
+    """Predict every point; `fitted` are those that the fit has seen."""
+    seen = {id(point) for point in fitted}
+    return [Prediction(p, predict(p.scenario, calibration, programs), id(p) in seen) for p in points]
+
+
+def prediction_table(lines: Sequence[Prediction], calibration: Calibration) -> str:
+    """Predicted against measured as a Markdown table, with its sources."""
+    out = [f"Predicted (source: simulated, calibration: {calibration.name}) against measured layer times.", ""]
+    out += ["| placement | implementation | W | N | m_b | measured us | predicted us | error | seen by the fit |"]
+    out += ["|---|---|---|---|---|---|---|---|---|"]
+    for line in lines:
+        label = " | ".join(str(part) for part in line.point.label)
+        times = f"{line.point.measured_us:.1f} | {line.predicted_us:.1f} | {100 * line.error:+.1f} %"
+        out.append(f"| {label} | {times} | {'yes' if line.fitted else 'no'} |")
+    return "\n".join(out) + "\n"
