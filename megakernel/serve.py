@@ -28,7 +28,7 @@ from megakernel.vllm_checks import MODEL_TYPES, WORKER, ServerFacts, server_refu
 HELP = """\
 Start the switches and `vllm serve MODEL` with data and expert parallelism, so that every MoE layer runs on our runtime.
 MODEL comes first; options that are not listed here are vLLM's own and reach it as they are. Example:
-  inc serve /models/OLMoE-1B-7B-0924 --ranks 2 --port 8000 --max-model-len 2048"""
+  inc serve /models/OLMoE-1B-7B-0924 --ranks 2 --port 8000 --max-model-len 2048 --enforce-eager"""
 
 START_LIMIT_S = "900"
 """INC_START_LIMIT_S of the ranks if it is not set: several ranks that import vLLM at once on few cores take minutes."""

@@ -26,10 +26,12 @@ def main(model: str, prompts: str, output: str, more: str = "{}") -> None:
     results = engine.generate(own, sampling, use_tqdm=False)
     answers = [
         {
-            "tokens": list(result.outputs[0].token_ids),
+            "tokens": chosen,
             "logprob": float(result.outputs[0].cumulative_logprob),
+            "logprobs": [step[token].logprob for token, step in zip(chosen, result.outputs[0].logprobs, strict=True)],
         }
         for result in results
+        for chosen in [list(result.outputs[0].token_ids)]
     ]
     Path(output).write_text(json.dumps(answers))
 

