@@ -129,9 +129,9 @@ def test_a_dispatch_switch_that_skips_an_expert_rank_without_rows_is_caught(monk
     def mutate(patch: pytest.MonkeyPatch) -> None:
         original = dispatch_switch.multicast_to
 
-        def multicast_to(pe, magic, plane, expert_rank, rows_of):
-            if sum(map(len, rows_of)):
-                original(pe, magic, plane, expert_rank, rows_of)
+        def multicast_to(pe, magic, plane, expert_rank, rows):
+            if len(rows):
+                original(pe, magic, plane, expert_rank, rows)
 
         patch.setattr(dispatch_switch, "multicast_to", multicast_to)
 
