@@ -14,6 +14,8 @@ from inc_runtime.simulator.fast_mode import drawn_loads, expected_loads
 from inc_runtime.simulator.plan import LayerPlan
 from inc_runtime.simulator.scenario import NetworkSpec, Scenario, TopologyKind
 from inc_runtime.simulator.traffic import RoutingKind, RoutingSpec, draw_experts, load_trace, loads_of, popularity
+from megakernel.make_checkpoint import write_checkpoint
+from results.record_routing import record
 
 SHAPE = LayerShape(12, 3, 16, 8)
 
@@ -128,3 +130,14 @@ def test_counted_rows_have_the_shapes_of_numpy(index):
     real, counted = np.zeros((4, 6, 8), np.float32), CountedRows((4, 6, 8), np.dtype("f4"))
     assert counted[index].shape == real[index].shape and counted[index].nbytes == real[index].nbytes
     assert counted.reshape(-1, 8).shape == (24, 8) and counted.astype("f8").nbytes == 2 * real.nbytes
+
+
+def test_a_trace_recorded_from_a_model_is_what_its_router_chooses(tmp_path):
+    folder = tmp_path / "model"
+    write_checkpoint(folder, LayerShape(16, 4, 64, 32), num_layers=2, num_attention_heads=1, seed=0)
+    ids = record(folder, 1, "the quick brown fox jumps over the lazy dog " * 8, 40)
+    assert ids.shape == (40, 4) and all(len(set(row)) == 4 for row in ids) and len(np.unique(ids)) > 4
+    np.save(tmp_path / "ids.npy", ids)
+    spec = RoutingSpec(RoutingKind.RECORDED, trace=tmp_path / "ids.npy")
+    plan = plan_of(shape=LayerShape(16, 4, 64, 32), routing=spec, tokens_per_rank=10, microbatch_tokens=10)
+    assert (plan.experts_of(0).reshape(-1, 4) == ids).all()
