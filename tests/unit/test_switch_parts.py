@@ -121,9 +121,9 @@ def test_a_plan_names_the_row_of_every_token_on_its_expert_rank(model: Model, pl
             for plane in range(world.num_combine_switches):
                 plan = combine_switch_with_plan(model, world, CHOICES, plane)
                 for pull in plan.pulls(expert_rank, owners):
-                    for position, token in enumerate(pull.tokens):
+                    for position, (owner, token) in enumerate(zip(pull.owners, pull.tokens, strict=True)):
                         assert 0 <= token < len(plan.token_range)
-                        seen[pull.owner, int(token) + plan.token_range.start] = pull.start + position
+                        seen[int(owner), int(token) + plan.token_range.start] = pull.start + position
             assert seen == rows_where_they_landed(model, world, expert_rank, owners), (owners, expert_rank)
 
 
