@@ -43,6 +43,15 @@ class BasePe:
     def now_us(self) -> float:
         raise NotImplementedError
 
+    def wait_until_some(
+        self, awaited: Sequence[Awaited], tag: Tag, *, microbatch: int = -1, idle: bool = False
+    ) -> list[int]:
+        raise NotImplementedError
+
+    def wait_until(self, awaited: Awaited, tag: Tag, *, microbatch: int = -1) -> int:
+        self.wait_until_some([awaited], tag, microbatch=microbatch)
+        return self.word(awaited.flag)
+
     def word(self, flag: Flag) -> int:
         return int(self.memory[flag.region][flag.index])
 

@@ -253,10 +253,6 @@ class SimulatedPe(BasePe):
             self.simulation._hub.switch()
         self.trace.add(Event(self.pe, "quiet", "quiet", 0, start, self.now_us()))
 
-    def wait_until(self, awaited: Awaited, tag: Tag, *, microbatch: int = -1) -> int:
-        self.wait_until_some([awaited], tag, microbatch=microbatch)
-        return self.word(awaited.flag)
-
     def wait_until_some(
         self, awaited: Sequence[Awaited], tag: Tag, *, microbatch: int = -1, idle: bool = False
     ) -> list[int]:
