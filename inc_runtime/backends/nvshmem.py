@@ -266,11 +266,16 @@ class DeviceHeap:
         num_blocks: int,
         num_threads: int,
         shared_bytes: int = 0,
+        stream: int | None = None,
     ) -> None:
-        """Start a kernel of this PE: the heap, then `arguments`."""
-        function = self.gpu.function(built.path, kernel)
+        """Start a kernel of this PE, on `stream` or the kernel stream: the heap, then `arguments`."""
         self.gpu.launch(
-            function, [self.argument, *arguments], num_blocks=num_blocks, num_threads=num_threads, shared_bytes=shared_bytes
+            self.gpu.function(built.path, kernel),
+            [self.argument, *arguments],
+            num_blocks=num_blocks,
+            num_threads=num_threads,
+            shared_bytes=shared_bytes,
+            stream=stream,
         )
 
     def wait(self, *, limit_s: float | None = None) -> None:
@@ -326,6 +331,11 @@ class DeviceHeap:
             return Mismatch(
                 f"{world.name_of(sender)} brought {field} = {seen_value} to magic {magic}, expected {record['expected']}. "
                 "Give every rank the same bound, microbatch size, shape and call order."
+            )
+        if kind is ErrorKind.BAD_LOGIT:
+            return ConfigurationError(
+                f"router_logits[{record['field']}, {seen_value}] of {world.name_of(sender)} is not a finite number. "
+                "Look for an overflow in the layers before."
             )
         if kind is ErrorKind.BAD_EXPERT:
             return ConfigurationError(

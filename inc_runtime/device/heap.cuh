@@ -97,6 +97,20 @@ __device__ inline void store_16_bytes(char* target, uint4 v) {
                  : "memory");
 }
 
+// One warp copies `num_bytes`, a multiple of 16; up to UNROLL loads of a lane fly together.
+template <int UNROLL>
+__device__ inline void copy_row(char* target, const char* source, int num_bytes, int lane) {
+    for (int start = lane * 16; start < num_bytes; start += WARP * 16 * UNROLL) {
+        uint4 words[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (start + u * WARP * 16 < num_bytes) words[u] = load_16_bytes(source + start + u * WARP * 16);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (start + u * WARP * 16 < num_bytes) store_16_bytes(target + start + u * WARP * 16, words[u]);
+    }
+}
+
 __device__ inline uint64_t timer_ns() {
     uint64_t now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

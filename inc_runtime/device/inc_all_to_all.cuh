@@ -27,6 +27,9 @@ struct ReceivedRows {
     char* rows;
     const char* records;
     int num_rows;
+
+    // Where the i-th row stands in the slot.
+    __device__ int row(int i) const { return i; }
 };
 
 // One routing record, written here and put there by one warp; unused columns hold expert -1. Twin: write_routing in
@@ -72,6 +75,15 @@ __device__ inline PushUnits units_of_push(const Heap& heap, const Team& team, in
     const int parts = parts_of_row(num_tokens, team.num_warps() - 1, heap.row_bytes), units = num_tokens * (parts + 1);
     return {parts, int(heap.row_bytes) / parts, units,
             max(1, min(team.num_blocks, (units + team.num_warps()) / team.num_warps()))};
+}
+
+// `visit(token)` for every token, in the warp that will put its record: it may still choose the token's experts.
+template <class Visit>
+__device__ inline void for_each_record(const Heap& heap, const Team& team, int num_tokens, Visit visit) {
+    const PushUnits cut = units_of_push(heap, team, num_tokens);
+    if (team.block >= cut.num_blocks) return;
+    for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units; unit += cut.num_blocks * team.num_warps())
+        if (unit % (cut.parts + 1) == cut.parts) visit(unit / (cut.parts + 1));
 }
 
 // Put the microbatch into this rank's slot on the dispatch switch. Every block of the team calls it; returns before it has

@@ -5,7 +5,7 @@
 // Cost: 16 copies per thread and K block; results/data/expert_matmul_*.csv compares it with grouped rows.
 #pragma once
 
-#include "../stages/stage4_matmul_gate_up.cuh"
+#include "stage4_matmul_gate_up.cuh"
 
 namespace inc {
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ void wait_for_copies() {
 
 struct RowGatherer {
   static constexpr int WARPS = 2;
-  static constexpr int ARRIVALS = WARPS;  // per K block on filled[stage]
+  static constexpr int ARRIVALS = WARPS;  // per K block of any tile on filled[stage]
   static constexpr int LAG = 2;  // K blocks issued before the first is declared filled; below NUM_STAGES
 
   // Makes this warp's finished copies visible to the matrix unit (another proxy, hence the fence in the threads that
@@ -32,13 +32,16 @@ struct RowGatherer {
     if (threadIdx.x % 32 == 0) wait.arrive(&shared.filled[stage]);
   }
 
-  // Follows the stages of a tile that needs no gathering. It must wait for each of them: a parity cannot tell a stage from
-  // the same stage two rounds later, so a gatherer that jumped ahead would overwrite operands in use.
+  // Follows the stages of a tile that needs no gathering, and arrives for each: a gatherer that fell two rounds behind could not
+  // tell a stage from the same one later.
   static __device__ __forceinline__ void pass_tile(SharedStorage& shared, StagePosition& position, int num_k,
                                                    BoundedWait& wait) {
 #pragma unroll 1
-    for (int k = 0; k < num_k; ++k, ++position.number)
+    for (int k = 0; k < num_k; ++k, ++position.number) {
       wait.on_barrier(&shared.empty[position.slot()], position.parity() ^ 1, WaitTag::STAGE_EMPTY, k);
+      if (threadIdx.x % 32 == 0) wait.arrive(&shared.filled[position.slot()]);
+      __syncwarp();
+    }
   }
 
   // All K blocks of one tile of stage 4. Thread t copies 16-byte piece t % 8 of rows t / 8, t / 8 + 8, ...; rows beyond the
@@ -47,12 +50,14 @@ struct RowGatherer {
                                                    const Tile& tile, StagePosition& position, BoundedWait& wait) {
     const int piece = threadIdx.x % 8;
     const int first_row = threadIdx.x % 64 / 8;
-    const __nv_bfloat16* source[16];
+    const int pieces_per_row = arguments.hidden / 8;
+    uint32_t source[16];  // in pieces of 16 bytes: half the registers of addresses
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int token = arguments.row_to_token[tile.first_row + min(first_row + 8 * i, tile.num_rows - 1)];
-      source[i] = arguments.token_rows + int64_t(token) * arguments.hidden + piece * 8;
+      const int row = tile.first_row + min(first_row + 8 * i, tile.num_rows - 1);
+      source[i] = uint32_t(pointer<int32_t>(arguments.row_to_token)[row]) * pieces_per_row + piece;
     }
+    const uint4* pieces = pointer<uint4>(arguments.token_rows);
     wait.until(WaitTag::INPUT_ROWS, tile.row_tile, [&] { return MatmulGateUp::rows_ready(arguments, tile); });
     const int num_k = MatmulGateUp::num_k_blocks(arguments);
     const bool second_half = tile.num_rows > HALF_ROWS;
@@ -65,7 +70,7 @@ struct RowGatherer {
       const uint32_t target = base + stage * (2 * ROW_BOX_BYTES);
 #pragma unroll
       for (int i = 0; i < 16; ++i)
-        if (i < 8 || second_half) copy_16_bytes_async(target + i * 8 * BOX_ROW_BYTES, source[i] + k * K_BLOCK);
+        if (i < 8 || second_half) copy_16_bytes_async(target + i * 8 * BOX_ROW_BYTES, pieces + (source[i] + k * (K_BLOCK / 8)));
       commit_copies();
       if (k >= LAG) {
         wait_for_copies<LAG>();
