@@ -49,9 +49,10 @@ EXPERT_MATMUL_ARGUMENTS = np.dtype(
         ("hidden", "<i4"),  # a multiple of 256
         ("intermediate", "<i4"),  # a multiple of 128
         ("lag_tiles", "<i4"),  # tile_scheduler.cuh
-        ("padding", "<u8"),  # structures with tensor maps are aligned to 128 bytes
+        ("abort_value", "<u8"),  # what a wait that ran out of time writes to the abort word
     ]
 )
+"""Structures with tensor maps are aligned to 128 bytes, hence the padding of those below."""
 
 PRODUCTS_ARGUMENTS = np.dtype(
     [

@@ -16,6 +16,7 @@ from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.compile_cache import Built, build
 from inc_runtime.config import LayerShape, Pipeline, Router, check
 from inc_runtime.errors import ConfigurationError, PlacementError
+from inc_runtime.protocol import signal_word
 from megakernel.device_arguments import (
     GROUPED_SETS,
     GROUPING,
@@ -153,6 +154,7 @@ class MegaKernel:
         matmul["ticket_word"] = self._zeros(1, dtype=torch.int64).data_ptr()
         matmul["error_record"] = record_address
         matmul["abort_word"] = heap.job.slab + heap.layout.offset(heap.role, "abort")
+        matmul["abort_value"] = signal_word(heap.job.pe + 1, True)
         # Twice the limit of the protocol's waits: those know who is missing, and report first.
         matmul["wait_limit_clocks"] = int(2 * heap.job.environment.wait_limit_s * CLOCKS_PER_SECOND)
         matmul["num_experts"], matmul["hidden"], matmul["intermediate"] = num, hidden, inner
@@ -237,8 +239,9 @@ class MegaKernel:
     def check(self) -> None:
         """Raise what the kernels of this rank have reported. Raises what `DeviceHeap.check` raises, and TimeoutError."""
         word = int(self._record["word"][0])
-        if self.heap.record["state"][0] or word:
+        if self.heap.record["state"][0]:
             self.heap.check()
+        if word:
             raise TimeoutError(
                 f"{self.heap.job.name}: block {word >> 40} of the megakernel gave up at wait {word >> 32 & 255} of "
                 f"bounded_wait.cuh, detail {word & 0xFFFFFFFF}. Look whether another process holds its SMs."

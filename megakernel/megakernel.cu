@@ -7,7 +7,7 @@
 // communication.
 // Waits on, signals, reads, writes: the headers of the stages and of the collective.
 // Cost: results/data/moe_layer_*.csv.
-#define INC_LOADS_IN_FLIGHT 4  // the vector warps have 88 registers
+#define INC_LOADS_IN_FLIGHT 4  // the vector warps have 96 registers
 
 #include "matmul_roles.cuh"
 #include "stage1_route.cuh"
@@ -19,7 +19,7 @@ namespace inc {
 
 constexpr int LAYER_THREADS = 512, VECTOR_THREADS = LAYER_THREADS - MATMUL_THREADS;
 constexpr int VECTOR_WARP = MATMUL_THREADS / WARP;
-constexpr int MATRIX_REGISTERS = 176, MOVER_REGISTERS = 72, VECTOR_REGISTERS = 88;  // 128 * (2 * 176 + 72 + 88) = 65,536
+constexpr int MATRIX_REGISTERS = 176, MOVER_REGISTERS = 64, VECTOR_REGISTERS = 96;  // 128 * (2 * 176 + 64 + 96) = 65,536
 
 struct LayerStorage {
   SharedStorage matmul;
@@ -57,15 +57,14 @@ struct VectorStages {
   const LayerArguments& arguments;
   LayerStorage& shared;
   const Team team;
-  const uint64_t first_magic;
-  BoundedWait wait;
   StageTrace trace;
 
+  __device__ uint64_t magic_of(int number) const { return shared.first_magic + number; }
   __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, arguments.num_tokens); }
   __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
 
   __device__ void send(int number) {
-    const uint64_t magic = first_magic + number;
+    const uint64_t magic = magic_of(number);
     const int first = first_token(number), count = num_tokens(number);
     trace.begin();
     route_microbatch(heap, team, arguments, magic, first, count);
@@ -80,22 +79,24 @@ struct VectorStages {
   }
 
   __device__ bool group(int number) {
-    const uint64_t magic = first_magic + number;
+    const uint64_t magic = magic_of(number);
     ReceivedRows received;
     trace.begin();
     if (!wait_for_expert_rows(heap, team, magic, received)) return false;
     trace.end(TracedStage::WAIT, magic, 0);
     trace.begin();
+    BoundedWait wait(arguments.matmul);
     group_microbatch(heap, team, arguments, magic, number, received, shared.group, wait);
     trace.end(TracedStage::GROUP, magic, received.num_rows);
     return true;
   }
 
   __device__ bool reduce(int number) {
-    const uint64_t magic = first_magic + number;
+    const uint64_t magic = magic_of(number);
     ReceivedRows received;
     if (!wait_for_expert_rows(heap, team, magic, received)) return false;  // they are there: group has seen them
     trace.begin();
+    BoundedWait wait(arguments.matmul);
     reduce_microbatch(heap, team, arguments, magic, number, received, wait);
     if (team.warp() == 0) {
       wait.until(WaitTag::ORDER_READ, number, [&] { return *static_cast<volatile int*>(&shared.opened) > number; });
@@ -109,22 +110,25 @@ struct VectorStages {
   }
 
   __device__ bool combine(int number) {
-    const uint64_t magic = first_magic + number;
+    const uint64_t magic = magic_of(number);
     trace.begin();
     if (!combine_microbatch(heap, team, arguments, magic, first_token(number), num_tokens(number))) return false;
     trace.end(TracedStage::COMBINE, magic, num_tokens(number));
     return true;
   }
 
+  // How many steps after its send a microbatch is grouped, reduced and combined. Twin: device_schedule in pipeline.py.
+  __device__ int combine_lag() const { return heap.depth - 1; }
+  __device__ int group_lag() const { return max(combine_lag() / 2, combine_lag() - 2); }
+  __device__ int reduce_lag() const { return min(group_lag() + 1, combine_lag()); }
+  __device__ bool due(int number) const { return number >= 0 && number < arguments.num_microbatches; }
+
   __device__ void run() {
-    const int count = arguments.num_microbatches, combine_lag = heap.depth - 1;
-    const int group_lag = max(combine_lag / 2, combine_lag - 2), reduce_lag = min(group_lag + 1, combine_lag);
-    for (int step = 0; step < count + combine_lag; ++step) {
-      const auto due = [&](int lag) { return step >= lag && step - lag < count; };
-      if (due(0)) send(step);
-      if (due(group_lag) && !group(step - group_lag)) return;
-      if (due(reduce_lag) && !reduce(step - reduce_lag)) return;
-      if (due(combine_lag) && !combine(step - combine_lag)) return;
+    for (int step = 0; step < arguments.num_microbatches + combine_lag(); ++step) {
+      if (due(step)) send(step);
+      if (due(step - group_lag()) && !group(step - group_lag())) return;
+      if (due(step - reduce_lag()) && !reduce(step - reduce_lag())) return;
+      if (due(step - combine_lag()) && !combine(step - combine_lag())) return;
     }
   }
 };
@@ -132,7 +136,7 @@ struct VectorStages {
 __device__ __forceinline__ void run_vector_warps(const Heap& heap, const LayerArguments& arguments, LayerStorage& shared) {
   const Team team{int(blockIdx.x), int(gridDim.x), int(threadIdx.x) - MATMUL_THREADS, VECTOR_THREADS};
   const StageTrace trace(arguments.trace, arguments.trace_length, TracedUnit::VECTOR, team.thread == 0);
-  VectorStages{heap, arguments, shared, team, shared.first_magic, BoundedWait(arguments.matmul), trace}.run();
+  VectorStages{heap, arguments, shared, team, trace}.run();
   if (finish_packet(heap, team, Packet::LEAVE, 0, team.num_blocks) && team.lane() == 0)
     *own<uint64_t>(heap, RankRegion::magic) = shared.first_magic + arguments.num_microbatches - 1;
 }

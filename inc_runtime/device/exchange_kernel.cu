@@ -84,8 +84,8 @@ __device__ inline void make_tokens(const Exchange& x, uint64_t magic, char* toke
     const PushUnits cut = units_of_push(x.heap, x.team, num_tokens);
     for (int unit = x.first_warp(); x.team.block < cut.num_blocks && unit < cut.num_units;
          unit += cut.num_blocks * x.team.num_warps()) {
-        const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
-        if (part == cut.parts) continue;
+        const int token = cut.token(unit), first_byte = cut.part(unit) * cut.part_bytes;
+        if (!cut.has_row(unit)) continue;
         for (int start = first_byte + x.team.lane() * 16; start < first_byte + cut.part_bytes; start += WARP * 16)
             store_16_bytes(tokens + uint64_t(token) * x.heap.row_bytes + start,
                            hashed_row(x.call.seed, x.heap.pe, magic, token, start / 16));

@@ -66,14 +66,21 @@ __device__ inline void write_header(const Heap& heap, int64_t* header, const Rou
     __syncwarp();
 }
 
-// How one push is cut into units, one per warp: `parts` of a row each, and its record. Few rows still keep many warps busy.
+// How one push is cut into units, one per warp: a token, row and record. Few tokens still keep many warps busy: then a row is cut
+// into `parts`, and its record is a unit of its own.
 struct PushUnits {
-    int parts, part_bytes, num_units, num_blocks;
+    int parts, part_bytes, units_per_token, num_units, num_blocks;
+
+    __device__ int token(int unit) const { return unit / units_per_token; }
+    __device__ int part(int unit) const { return unit % units_per_token; }
+    __device__ bool has_record(int unit) const { return part(unit) == units_per_token - 1; }
+    __device__ bool has_row(int unit) const { return part(unit) < parts; }
 };
 
 __device__ inline PushUnits units_of_push(const Heap& heap, const Team& team, int num_tokens) {
-    const int parts = parts_of_row(num_tokens, team.num_warps() - 1, heap.row_bytes), units = num_tokens * (parts + 1);
-    return {parts, int(heap.row_bytes) / parts, units,
+    const int parts = parts_of_row(num_tokens, team.num_warps() - 1, heap.row_bytes), per_token = parts > 1 ? parts + 1 : 1;
+    const int units = num_tokens * per_token;
+    return {parts, int(heap.row_bytes) / parts, per_token, units,
             max(1, min(team.num_blocks, (units + team.num_warps()) / team.num_warps()))};
 }
 
@@ -83,7 +90,7 @@ __device__ inline void for_each_record(const Heap& heap, const Team& team, int n
     const PushUnits cut = units_of_push(heap, team, num_tokens);
     if (team.block >= cut.num_blocks) return;
     for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units; unit += cut.num_blocks * team.num_warps())
-        if (unit % (cut.parts + 1) == cut.parts) visit(unit / (cut.parts + 1));
+        if (cut.has_record(unit)) visit(cut.token(unit));
 }
 
 // Put the microbatch into this rank's slot on the dispatch switch. Every block of the team calls it; returns before it has
@@ -95,12 +102,12 @@ __device__ inline void push_microbatch(const Heap& heap, const Team& team, uint6
     const int lane = team.lane();
     for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units;
          unit += cut.num_blocks * team.num_warps()) {
-        const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
-        if (part == cut.parts) {
+        const int token = cut.token(unit), first_byte = cut.part(unit) * cut.part_bytes;
+        if (cut.has_record(unit)) {
             const Remote target{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
             put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), target, routed, token, lane);
-            continue;
         }
+        if (!cut.has_row(unit)) continue;
         const char* source = routed.tokens + uint64_t(token) * heap.row_bytes + first_byte;
         if constexpr (Link::STAGED) {
             char* staged = own<char>(heap, RankRegion::tokens, slot, token) + first_byte;

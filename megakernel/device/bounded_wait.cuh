@@ -68,8 +68,8 @@ struct BoundedWait {
   }
 
   // A full warp spins on `ready`, which reads words in global memory and gives every lane the same answer. After an abort it
-  // returns as if the word had come.
-  template <class Ready>
+  // returns as if the word had come. SLEEP_NS: between looks, where many warps wait for long.
+  template <int SLEEP_NS = 0, class Ready>
   __device__ __forceinline__ void until(WaitTag tag, uint32_t detail, Ready ready) {
     if (ready()) return;
     const int64_t start = clock64();
@@ -80,6 +80,7 @@ struct BoundedWait {
         expired = true;
         return;
       }
+      if (SLEEP_NS) __nanosleep(SLEEP_NS);
     }
   }
 
@@ -106,6 +107,9 @@ struct BoundedWait {
     const uint64_t value = uint64_t(blockIdx.x) << 40 | uint64_t(tag) << 32 | detail;
     cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*pointer<uint64_t>(arguments.error_record))
         .compare_exchange_strong(expected, value, cuda::memory_order_relaxed);
+    if (arguments.abort_word != 0)  // so that all other waits of this PE end
+      cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*pointer<uint64_t>(arguments.abort_word))
+          .store(arguments.abort_value, cuda::memory_order_relaxed);
   }
 };
 

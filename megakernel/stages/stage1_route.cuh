@@ -1,7 +1,7 @@
 // Stage 1, route: the experts and weights of each token, from router logits. One warp per token. Twin: inc_runtime/routing.py,
 // route: softmax, or sigmoid with a bias that counts for the choice alone; experts in falling order, the lower id first on ties.
 // Waits on, signals: nothing. Reads: logits [num_tokens, E] float32 or bf16, bias [E]. Writes: expert_ids, weights [num_tokens, k].
-// Cost: k rounds of five shuffles per token and warp.
+// Cost: k rounds of two warp reductions per token.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,24 +19,34 @@ __device__ inline float logit_of(const LayerArguments& arguments, int64_t index)
 // Scores of a sigmoid router saturate in float32 (logits 18 and 25 tie), so choices by score are made in float64.
 __device__ inline double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
 
-// The best expert that no lane has taken yet: its key and id in every lane. `key_of(i)` is the key of this lane's i-th expert,
-// number lane + 32 i; `taken` has bit i set where it is used up.
-template <class Key, class KeyOf>
+// Grows with x, for every x that is not a NaN.
+__device__ inline uint32_t sortable(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 and 0 are equal
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline uint64_t sortable(double x) {
+  const uint64_t bits = __double_as_longlong(x + 0.0);
+  return bits >> 63 ? ~bits : bits | 1ull << 63;
+}
+
+__device__ inline uint32_t largest_of_warp(uint32_t key) { return __reduce_max_sync(ALL_LANES, key); }
+__device__ inline uint64_t largest_of_warp(uint64_t key) {
+  const uint32_t high = __reduce_max_sync(ALL_LANES, uint32_t(key >> 32));
+  return uint64_t(high) << 32 | __reduce_max_sync(ALL_LANES, uint32_t(key >> 32) == high ? uint32_t(key) : 0u);
+}
+
+// The best expert that no lane has taken yet, the lower id on ties, in every lane. `key_of(expert)`: its key; `taken` has bit i
+// set where this lane's i-th expert, number lane + 32 i, is used up.
+template <class KeyOf>
 __device__ inline int best_expert(int num_experts, uint32_t taken, int lane, KeyOf key_of) {
-  Key best = 0;
+  decltype(key_of(0)) best = 0;  // below the key of any number
   int expert = num_experts;
-  for (int i = 0; lane + WARP * i < num_experts; ++i) {
-    const Key key = key_of(i);
-    if (!(taken >> i & 1) && (expert == num_experts || key > best)) best = key, expert = lane + WARP * i;
+  for (int e = lane; e < num_experts; e += WARP) {
+    const auto key = key_of(e);
+    if (!(taken >> e / WARP & 1) && key > best) best = key, expert = e;
   }
-#pragma unroll
-  for (int offset = WARP / 2; offset > 0; offset /= 2) {
-    const Key other_best = __shfl_xor_sync(ALL_LANES, best, offset);
-    const int other = __shfl_xor_sync(ALL_LANES, expert, offset);
-    if (other < num_experts && (expert == num_experts || other_best > best || (other_best == best && other < expert)))
-      best = other_best, expert = other;
-  }
-  return expert;
+  const auto most = largest_of_warp(best);
+  return __reduce_min_sync(ALL_LANES, best == most ? expert : num_experts);
 }
 
 // One warp. Returns the first expert whose logit is not finite, else -1.
@@ -65,13 +75,13 @@ __device__ inline int route_token(const LayerArguments& arguments, int token, in
   float weight = 0, sum = 0;  // lane c keeps the weight of choice c
   int choice = -1;
   for (int c = 0; c < top_k; ++c) {
-    const int expert =
-        by_score ? best_expert<double>(num_experts, taken, lane,
-                                       [&](int i) {
-                                         const int e = lane + WARP * i;
-                                         return sigmoid(double(logit_of(arguments, row + e))) + double(bias[e]);
-                                       })
-                 : best_expert<float>(num_experts, taken, lane, [&](int i) { return logit_of(arguments, row + lane + WARP * i); });
+    const int expert = by_score ? best_expert(num_experts, taken, lane,
+                                              [&](int e) {
+                                                const double x = logit_of(arguments, row + e);
+                                                return sortable(sigmoid(x) + double(bias[e]));
+                                              })
+                                : best_expert(num_experts, taken, lane,
+                                              [&](int e) { return sortable(logit_of(arguments, row + e)); });
     if (expert % WARP == lane) taken |= 1u << expert / WARP;
     const float x = logit_of(arguments, row + expert);
     const float score = arguments.sigmoid ? float(sigmoid(double(x))) : expf(x - largest) / total;

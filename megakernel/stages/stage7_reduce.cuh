@@ -11,6 +11,8 @@
 
 namespace inc {
 
+constexpr int POLL_NS = 1000;  // every vector warp of the GPU polls here for most of a microbatch
+
 // Adds weight * 8 bf16 values.
 __device__ __forceinline__ void add_scaled(float (&sum)[8], uint4 words, float weight) {
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
@@ -59,19 +61,23 @@ __device__ __forceinline__ void reduce_row(const Heap& heap, const char* outputs
   }
 }
 
-// True where MatMul 2 has written all columns of all choices of row `i`. One thread.
-__device__ __forceinline__ bool outputs_done(const LayerArguments& arguments, const int32_t* position, int i) {
-  const uint32_t column_tiles = MatmulDown::num_column_tiles(arguments.matmul);
-  const uint32_t* done = pointer<uint32_t>(arguments.matmul.tiles_done);
-  bool all = true;
-  for (int choice = 0; choice < arguments.top_k; ++choice) {
-    const int place = position[int64_t(i) * arguments.top_k + choice];
-    if (place < 0) continue;
-    const cuda::atomic_ref<uint32_t, cuda::thread_scope_device> word(const_cast<uint32_t&>(done[place / TILE_ROWS]));
-    all = all && word.load(cuda::memory_order_acquire) >= column_tiles;
+// Follows the choices of one row in turn, one lane each: a look costs one load, of the first tile that was not done at the last.
+struct OutputsOfRow {
+  const int32_t* position;  // [k] of the row
+  int choice = 0, place = -1;
+
+  __device__ __forceinline__ bool done(const LayerArguments& arguments) {
+    const uint32_t column_tiles = MatmulDown::num_column_tiles(arguments.matmul);
+    while (true) {
+      if (place >= 0) {
+        uint32_t& word = pointer<uint32_t>(arguments.matmul.tiles_done)[place / TILE_ROWS];
+        if (cuda::atomic_ref<uint32_t, cuda::thread_scope_device>(word).load(cuda::memory_order_acquire) < column_tiles) return false;
+      }
+      if (choice == arguments.top_k) return true;
+      place = position[choice++];
+    }
   }
-  return all;
-}
+};
 
 // After an abort it leaves rows out.
 __device__ inline void reduce_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
@@ -85,11 +91,12 @@ __device__ inline void reduce_microbatch(const Heap& heap, const Team& team, con
   });
   for (int first = team.block * team.num_warps() + team.warp(); first < received.num_rows; first += num_warps * WARP) {
     const int own = first + lane * num_warps;
+    OutputsOfRow outputs_of_own{position + int64_t(own) * arguments.top_k};
     uint32_t pending = __ballot_sync(ALL_LANES, own < received.num_rows);
     while (pending) {
       uint32_t ready = 0;
-      wait.until(WaitTag::EXPERT_OUTPUTS, number, [&] {
-        ready = __ballot_sync(ALL_LANES, (pending >> lane & 1) && outputs_done(arguments, position, own));
+      wait.until<POLL_NS>(WaitTag::EXPERT_OUTPUTS, number, [&] {
+        ready = __ballot_sync(ALL_LANES, (pending >> lane & 1) && outputs_of_own.done(arguments));
         return ready != 0;
       });
       if (ready == 0) return;

@@ -19,6 +19,7 @@ from inc_runtime.device.exchange import stop_switches
 from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import Role, World
+from megakernel.device_trace import DeviceTrace
 from megakernel.launch_megakernel import MegaKernel
 from switch_emulator.launch_switch import RunningSwitch
 
@@ -191,6 +192,27 @@ def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
     return problems
 
 
+def show_trace(job: NvshmemJob, num_tokens: int, microbatch_tokens: int, depth: int) -> None:
+    """Print which stage of rank 0 ran when, and how busy its units were."""
+    case = Case("trace", OLMOE, Pipeline(num_tokens, microbatch_tokens, depth), ((num_tokens,) * job.world.num_ranks,))
+    layer = Layer(job, case, trace_length=4096)
+    for _ in range(3):
+        job.barrier()
+        if layer.kernel is not None:
+            layer.kernel.trace.zero_()
+            layer.kernel(**layer.inputs(0))
+            torch.cuda.synchronize()
+            layer.kernel.check()
+    job.barrier()
+    if layer.kernel is not None and job.pe == 0:
+        trace = DeviceTrace.of(layer.kernel)
+        begin, end = trace.span_ns
+        print(f"trace N={num_tokens} m_b={microbatch_tokens} D={depth}: {(end - begin) / 1e3:.1f} us, busy {trace.busy_share()}")
+        for name, number, first, last, spent in trace.stages():
+            print(f"  {name:16s} {number:3d}  {first:8.1f} to {last:8.1f}, {spent:7.1f} us per block")
+    layer.close()
+
+
 def measure(job: NvshmemJob, num_tokens: int, microbatch_tokens: int, depth: int, repeats: int) -> None:
     """Median over calls of the longest launch of any rank."""
     case = Case("time", OLMOE, Pipeline(num_tokens, microbatch_tokens, depth), ((num_tokens,) * job.world.num_ranks,))
@@ -226,7 +248,7 @@ def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("properties", nargs="+", choices=["right", "bits", "time"])
+    parser.add_argument("properties", nargs="+", choices=["right", "bits", "time", "trace"])
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=50)
@@ -240,6 +262,9 @@ def main() -> None:
                 good &= report(job, case.name, check_case(job, case))
         if "bits" in options.properties:
             good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats))
+        if "trace" in options.properties:
+            for spec in options.tokens.split(","):
+                show_trace(job, *map(int, spec.split(":")))
         if "time" in options.properties:
             for spec in options.tokens.split(","):
                 measure(job, *map(int, spec.split(":")), repeats=12)
