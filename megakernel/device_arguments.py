@@ -103,7 +103,10 @@ LAYER_ARGUMENTS = np.dtype(
         ("row_capacity", "<i4"),  # R
         ("grouped_capacity", "<i4"),  # grouped rows of one set, a multiple of TILE_ROWS
         ("trace_length", "<i4"),
-        ("padding", "<i4"),
+        ("group_lag", "<i4"),  # steps between the send of a microbatch and each of its later stages: pipeline.py, device_lags
+        ("reduce_lag", "<i4"),
+        ("combine_lag", "<i4"),
+        ("padding", "<i4", (30,)),
     ]
 )
 

@@ -29,6 +29,7 @@ from megakernel.device_arguments import (
     TRACE_EVENT,
     TRACED_UNITS,
 )
+from megakernel.pipeline import device_lags
 
 SOURCE = Path(__file__).with_name("megakernel.cu")
 THREADS = 512
@@ -178,6 +179,8 @@ class MegaKernel:
         arguments["sigmoid"], arguments["renormalize"] = shape.router is Router.SIGMOID, shape.renormalize
         arguments["first_expert"] = self.experts.start
         arguments["row_capacity"], arguments["grouped_capacity"] = capacity, self.grouped_capacity
+        lags = device_lags(self.pipeline.depth)
+        arguments["group_lag"], arguments["reduce_lag"], arguments["combine_lag"] = lags.group, lags.reduce, lags.combine
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 // rank may use; all must be resident.
 //   warpgroups 0 to 2: the expert products of all microbatches (device/matmul_roles.cuh)
 //   warpgroup 3: the vector stages: route, push (dispatch), group, reduce, publish, combine
-// The vector warps take the stages of the microbatches in the order of megakernel/pipeline.py, device_schedule, and keep up to
+// The vector warps take the stages of the microbatches in the order of megakernel/pipeline.py, device_lags, and keep up to
 // `depth` microbatches in flight; the matrix warps follow the words that group and MatMul 1 raise. No SM is set apart for
 // communication.
 // Waits on, signals, reads, writes: the headers of the stages and of the collective.
@@ -117,18 +117,14 @@ struct VectorStages {
     return true;
   }
 
-  // How many steps after its send a microbatch is grouped, reduced and combined. Twin: device_schedule in pipeline.py.
-  __device__ int combine_lag() const { return heap.depth - 1; }
-  __device__ int group_lag() const { return max(combine_lag() / 2, combine_lag() - 2); }
-  __device__ int reduce_lag() const { return min(group_lag() + 1, combine_lag()); }
   __device__ bool due(int number) const { return number >= 0 && number < arguments.num_microbatches; }
 
   __device__ void run() {
-    for (int step = 0; step < arguments.num_microbatches + combine_lag(); ++step) {
+    for (int step = 0; step < arguments.num_microbatches + arguments.combine_lag; ++step) {
       if (due(step)) send(step);
-      if (due(step - group_lag()) && !group(step - group_lag())) return;
-      if (due(step - reduce_lag()) && !reduce(step - reduce_lag())) return;
-      if (due(step - combine_lag()) && !combine(step - combine_lag())) return;
+      if (due(step - arguments.group_lag) && !group(step - arguments.group_lag)) return;
+      if (due(step - arguments.reduce_lag) && !reduce(step - arguments.reduce_lag)) return;
+      if (due(step - arguments.combine_lag) && !combine(step - arguments.combine_lag)) return;
     }
   }
 };
