@@ -20,6 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from inc_runtime.config import CommunicationModel
 from inc_runtime.device.arguments import header_text
 from inc_runtime.environment import Environment
 from inc_runtime.errors import BuildError
@@ -73,13 +74,14 @@ def nvshmem_folder() -> Path:
     raise BuildError(f"NVSHMEM's headers were not found. Install them with: pip install {NVSHMEM_PACKAGE}")
 
 
-def _options(verbs: Verbs, arch: str) -> list[str]:
+def _options(verbs: Verbs, arch: str, model: CommunicationModel | None) -> list[str]:
     options = ["-std=c++17", "-O3", f"-gencode=arch=compute_{arch[3:]},code={arch}", "-rdc=true", "-lineinfo", "-Xptxas", "-v"]
-    return [*options, "-DINC_VERBS_NVSHMEM"] if verbs is Verbs.NVSHMEM else options
+    options += ["-DINC_VERBS_NVSHMEM"] * (verbs is Verbs.NVSHMEM)
+    return options + ["-DINC_RELAYED"] * (model is not None and not model.in_network)
 
 
-def _key(source: Path, verbs: Verbs, arch: str) -> str:
-    digest = hashlib.sha256(repr((source.name, _options(verbs, arch))).encode())
+def _key(source: Path, verbs: Verbs, arch: str, model: CommunicationModel | None = None) -> str:
+    digest = hashlib.sha256(repr((source.name, _options(verbs, arch, model))).encode())
     if verbs is Verbs.NVSHMEM:
         digest.update(importlib.metadata.version(NVSHMEM_PACKAGE).encode())
     digest.update(header_text().encode())
@@ -89,20 +91,25 @@ def _key(source: Path, verbs: Verbs, arch: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def build(source: Path, verbs: Verbs = Verbs.DIRECT, arch: str = "sm_90a") -> Built:
-    """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words."""
+def build(
+    source: Path, verbs: Verbs = Verbs.DIRECT, arch: str = "sm_90a", model: CommunicationModel | None = None
+) -> Built:
+    """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words.
+
+    `model`: for a kernel of the ranks, whose collective (`collective.cuh`) is that of one communication model.
+    """
     folder = Path(Environment.read().cache_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, verbs, arch)}"
+    entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, verbs, arch, model)}"
     cubin, report = entry.with_suffix(".cubin"), entry.with_suffix(".txt")
     with open(entry.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not cubin.exists():
-            _compile(source, verbs, arch, cubin, report)
+            _compile(source, verbs, arch, model, cubin, report)
     return Built(cubin, report.read_text(encoding="utf-8"))
 
 
-def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -> None:
+def _compile(source: Path, verbs: Verbs, arch: str, model: CommunicationModel | None, cubin: Path, report: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise BuildError(
@@ -115,7 +122,7 @@ def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -
         if verbs is Verbs.NVSHMEM:
             includes.append(f"-I{nvshmem_folder() / 'include'}")
             libraries = [f"-L{nvshmem_folder() / 'lib'}", "-lnvshmem_device"]
-        output = _run([nvcc, *_options(verbs, arch), *includes, "-dc", "-o", str(work / "kernel.o"), str(source)])
+        output = _run([nvcc, *_options(verbs, arch, model), *includes, "-dc", "-o", str(work / "kernel.o"), str(source)])
         nvlink = shutil.which("nvlink") or str(Path(os.path.realpath(nvcc)).with_name("nvlink"))
         _run([nvlink, f"--arch={arch}", "-o", str(work / "kernel.cubin"), str(work / "kernel.o"), *libraries])
         (work / "report.txt").write_text(output, encoding="utf-8")

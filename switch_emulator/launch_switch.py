@@ -15,13 +15,20 @@ from inc_runtime.protocol import Role
 
 SOURCE = Path(__file__).with_name("device") / "switch_kernel.cu"
 SWITCH_THREADS = 512
-KERNELS = {Role.DISPATCH_SWITCH: "dispatch_switch_kernel", Role.COMBINE_SWITCH: "combine_switch_kernel"}
+KERNELS = {
+    (Role.DISPATCH_SWITCH, True): "dispatch_switch_kernel",
+    (Role.COMBINE_SWITCH, True): "combine_switch_kernel",
+    (Role.DISPATCH_SWITCH, False): "dispatch_relay_kernel",
+    (Role.COMBINE_SWITCH, False): "combine_relay_kernel",
+}
+"""By role, and whether the model is in the network."""
 
 
 class RunningSwitch:
     """One launch of a switch kernel: it serves until every rank has stopped.
 
-    `timeline_length`: how many moments to keep, of when the tokens of a microbatch were there and when its words went out.
+    `timeline_length`: how many moments to keep, of when the tokens of a microbatch were there and when its words went out; on a
+    relay, of its first and its last chunk.
     """
 
     def __init__(
@@ -33,12 +40,14 @@ class RunningSwitch:
         timeline_length: int = 0,
         replay_plan: bool = False,
     ) -> None:
-        if not heap.layout.dims.model.in_network or heap.layout.dims.model.phased:
-            raise ConfigurationError(
-                f"{heap.layout.dims.model.value}: the switch kernels serve the INC models without phases so far."
-            )
+        model = heap.layout.dims.model
+        if model.phased:
+            raise ConfigurationError(f"{model.value}: the switch kernels serve the models without phases so far.")
         self.heap, self.timeline_length = heap, timeline_length
         self.timeline = heap.gpu.allocate(timeline_length * SWITCH_MOMENT.itemsize) if timeline_length else 0
+        moments = np.zeros(timeline_length, SWITCH_MOMENT)
+        moments["arrived"] = np.iinfo(np.uint64).max  # the chunks of a relay take the least
+        heap.gpu.write(self.timeline, moments)
         built = build_switch(heap)
         arguments = np.zeros((), SWITCH_ARGUMENTS)
         arguments["timeline"], arguments["timeline_length"] = self.timeline, timeline_length
@@ -48,7 +57,12 @@ class RunningSwitch:
         heap.gpu.fill(heap.workspace + offset, 0, opened.itemsize)  # a stop that an earlier launch has seen
         blocks = min(num_blocks or heap.job.seat.num_blocks, MAX_SWITCH_BLOCKS)
         heap.launch(
-            built, KERNELS[heap.role], [arguments], num_blocks=blocks, num_threads=SWITCH_THREADS, shared_bytes=shared_bytes
+            built,
+            KERNELS[heap.role, model.in_network],
+            [arguments],
+            num_blocks=blocks,
+            num_threads=SWITCH_THREADS,
+            shared_bytes=shared_bytes,
         )
 
     def wait(self, *, limit_s: float | None = None) -> np.ndarray:

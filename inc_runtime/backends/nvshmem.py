@@ -22,6 +22,7 @@ import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
 from inc_runtime.compile_cache import Built, Verbs
+from inc_runtime.config import CommunicationModel
 from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, ErrorKind, heap_argument
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, Mismatch, PlacementError, WaitRecord
@@ -210,11 +211,22 @@ class DeviceHeap:
         self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
         self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
         self._owned = [self.workspace]
-        if self.role is Role.COMBINE_SWITCH:
-            self._allocate_private()
+        if layout.dims.model.in_network and self.role is Role.COMBINE_SWITCH:
+            self._allocate_sums()
+        if not layout.dims.model.in_network and self.role is Role.COMPUTE_RANK:
+            self._allocate_tables()
         self.reset(poison=poison)
 
-    def _allocate_private(self) -> None:
+    def _allocate_tables(self) -> None:
+        """Where a rank of a plain model places each token in its messages."""
+        dims = self.layout.dims
+        sizes = {"group_rows": -(-dims.microbatch_tokens // 32), "row_of_token": dims.microbatch_tokens}
+        sizes["token_of_row"] = dims.microbatch_tokens
+        for name, length in sizes.items():
+            self.argument[name] = self.gpu.allocate(dims.depth * length * dims.num_ranks * np.dtype("<i4").itemsize)
+            self._owned.append(int(self.argument[name]))
+
+    def _allocate_sums(self) -> None:
         """Accumulators of a combine switch and, where rows are pulled through NVSHMEM, a landing row per warp and rank."""
         dims = self.layout.dims
         self.argument["accumulators"] = self.gpu.allocate(self.layout.region(self.role, "accumulators").num_bytes(dims), 0xFF)
@@ -332,9 +344,9 @@ class DeviceHeap:
                 f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {seen_value}, "
                 f"expected -1 to {int(record['expected']) - 1}. Use -1 for a choice that does not count."
             )
-        awaited = awaited_senders(world, tag)
+        awaited = awaited_senders(world, tag, self.layout.dims.model, sender)
         seen = {name: int(record["seen"][i]) for i, name in enumerate(awaited)}
-        missing = [name for i, name in enumerate(awaited) if int(record["missing"]) >> i & 1]
+        missing = list(dict.fromkeys(name for i, name in enumerate(awaited) if int(record["missing"]) >> i & 1))
         wait = WaitRecord(
             self.job.name,
             tag.name,
@@ -349,10 +361,21 @@ class DeviceHeap:
         return ArrivalTimeout(wait, "Raise INC_WAIT_LIMIT_S if it is only slow, or look at what the missing PE printed.")
 
 
-def awaited_senders(world: World, tag: Tag) -> list[str]:
-    """Who raises the flags that a wait with this tag watches, in the order of its lanes."""
-    if tag in (Tag.EXPERT_ROWS, Tag.COMBINE_PLAN):
-        return [world.name_of(world.dispatch_switch(0))]
-    if tag is Tag.TOKEN_SUMS:
-        return [world.name_of(world.combine_switch(0))]
-    return [world.name_of(rank) for rank in range(world.num_ranks)]
+def awaited_senders(world: World, tag: Tag, model: CommunicationModel, sender: int = -1) -> list[str]:
+    """Who raises the flags that a wait with this tag watches, in the order of its lanes; `sender` is behind all of them.
+
+    A relay raises a flag for each rank.
+    """
+    switch = {
+        Tag.EXPERT_ROWS: world.dispatch_switch(0),
+        Tag.COMBINE_PLAN: world.dispatch_switch(0),
+        Tag.TOKEN_SUMS: world.combine_switch(0),
+    }.get(tag)
+    if tag is Tag.RELAY_CREDIT:
+        return [world.name_of(sender)]
+    if switch is None:
+        return [world.name_of(rank) for rank in range(world.num_ranks)]
+    if model.in_network:
+        return [world.name_of(switch)]
+    ranks = range(world.num_ranks) if sender < 0 else [sender] * MAX_RANKS
+    return [f"{world.name_of(switch)} for rank {rank}" for rank in ranks]

@@ -30,7 +30,7 @@ class Exchanged:
 
 def build_exchange(heap: DeviceHeap) -> Built:
     """Compile the exchange kernel for this GPU, or take it from the cache."""
-    built = build(SOURCE, heap.verbs, heap.gpu.arch)
+    built = build(SOURCE, heap.verbs, heap.gpu.arch, heap.layout.dims.model)
     if heap.verbs.value == "nvshmem":
         heap.job.init_module(built)
     return built

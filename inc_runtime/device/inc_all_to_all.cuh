@@ -10,58 +10,19 @@
 // Cost: one remote store per row; results/data/collectives_*.csv.
 #pragma once
 
-#include "one_sided.cuh"
+#include "microbatch.cuh"
 
 namespace inc {
 
-// Tokens of one microbatch of this rank: tokens [n, H] bfloat16, expert_ids [n, top_k] int32, weights [n, top_k] float32.
-struct RoutedTokens {
-    const char* tokens;
-    const int32_t* expert_ids;
-    const uint32_t* weights;
-    int num_tokens, top_k, num_experts, bound_tokens, layer;
-};
+// The sums of this rank's tokens, as they stand in the slot.
+struct TokenSums {
+    const char* rows;
 
-// Rows of one microbatch on its expert rank, packed from row 0: rows [n, H], records [n]. Partial sums overwrite the rows.
-struct ReceivedRows {
-    char* rows;
-    const char* records;
-    int num_rows;
-};
-
-// One routing record, written here and put there by one warp; unused columns hold expert -1. Twin: write_routing in
-// microbatch.py.
-__device__ inline void put_record(const Heap& heap, char* record, Remote target, const RoutedTokens& routed, int token,
-                                  int lane) {
-    for (int word = lane; word < 2 + 2 * heap.top_k; word += WARP) {
-        const int column = word < 2 + heap.top_k ? word - 2 : word - 2 - heap.top_k;
-        const bool id = word < 2 + heap.top_k, used = column < routed.top_k;
-        uint32_t value = id ? ALL_LANES : 0;  // expert -1, weight 0
-        if (word == 0)
-            value = token;
-        else if (word == 1)
-            value = heap.pe;
-        else if (used)
-            value =
-                id ? uint32_t(routed.expert_ids[token * routed.top_k + column]) : routed.weights[token * routed.top_k + column];
-        reinterpret_cast<uint32_t*>(record)[word] = value;
-        if constexpr (!Link::STAGED) reinterpret_cast<uint32_t*>(address(heap, target))[word] = value;
+    // Sixteen bytes of the sum of a token: bfloat16, from column 8 * `column` on.
+    __device__ uint4 words(const Heap& heap, int token, int column) const {
+        return load_16_bytes(rows + uint64_t(token) * heap.row_bytes + column * 16);
     }
-    if constexpr (Link::STAGED) {
-        __syncwarp();
-        Link::put_words(heap, record, heap.record_bytes, lane, 1, [&](int) { return target; });
-    }
-}
-
-// The header of this rank's put, by one warp. Twin: write_header in microbatch.py.
-__device__ inline void write_header(const Heap& heap, int64_t* header, const RoutedTokens& routed, uint64_t magic, int lane) {
-    const int64_t fields[HEADER_FIELDS] = {routed.num_tokens,  int64_t(magic), routed.bound_tokens, heap.microbatch_tokens,
-                                           routed.num_experts, routed.top_k,   heap.hidden_size,    routed.layer};
-#pragma unroll
-    for (int field = 0; field < HEADER_FIELDS; ++field)
-        if (lane == field) header[field] = fields[field];
-    __syncwarp();
-}
+};
 
 // How one push is cut into units, one per warp: `parts` of a row each, and its record. Few rows still keep many warps busy.
 struct PushUnits {
@@ -118,9 +79,8 @@ __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, 
     const char* flag = own<char>(heap, RankRegion::expert_rows_arrived, slot, 0, 0);
     if (!wait_until(heap, team, flag, Tag::EXPERT_ROWS, magic)) return false;
     const int64_t* header = own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, 0);
-    received.num_rows = has_payload(load_word(flag)) ? int(header[Header::NUM_ROWS]) : 0;
-    received.rows = own<char>(heap, RankRegion::expert_rows, slot);
-    received.records = own<char>(heap, RankRegion::expert_rows_routing, slot);
+    const int num_rows = has_payload(load_word(flag)) ? int(header[Header::NUM_ROWS]) : 0;
+    received = {own<char>(heap, RankRegion::expert_rows, slot), own<char>(heap, RankRegion::expert_rows_routing, slot), num_rows};
     return true;
 }
 
@@ -134,11 +94,12 @@ __device__ inline void publish_partial_sums(const Heap& heap, const Team& team, 
                signal_word(magic, true));
 }
 
-// Wait for the sums of this rank's tokens: [num_tokens, H] bfloat16 in the slot, or nullptr after an abort.
-__device__ inline const char* wait_for_token_sums(const Heap& heap, const Team& team, uint64_t magic) {
+// Wait for the sums of this rank's tokens. Returns false after an abort.
+__device__ inline bool wait_for_token_sums(const Heap& heap, const Team& team, uint64_t magic, TokenSums& sums) {
     const uint64_t slot = slot_of(magic, heap.depth);
-    if (!wait_until(heap, team, own<char>(heap, RankRegion::token_sums_arrived, slot, 0), Tag::TOKEN_SUMS, magic)) return nullptr;
-    return own<char>(heap, RankRegion::token_sums, slot);
+    if (!wait_until(heap, team, own<char>(heap, RankRegion::token_sums_arrived, slot, 0), Tag::TOKEN_SUMS, magic)) return false;
+    sums.rows = own<char>(heap, RankRegion::token_sums, slot);
+    return true;
 }
 
 }  // namespace inc

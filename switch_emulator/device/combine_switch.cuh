@@ -14,8 +14,7 @@
 // results/data/collectives_*.csv, metric ingress.
 #pragma once
 
-#include <cuda_bf16.h>
-
+#include "../../inc_runtime/device/sums.cuh"
 #include "regroup.cuh"
 
 namespace inc {
@@ -26,25 +25,6 @@ constexpr int RANKS_AT_ONCE = 4, COLUMNS_AT_ONCE = 2;  // eight 16-byte loads in
 struct Pass {
     uint32_t ready, done;
 };
-
-__device__ inline void add_row_words(float (&sum)[8], uint4 words) {
-    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        sum[2 * i] += __uint_as_float(pairs[i] << 16);
-        sum[2 * i + 1] += __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-}
-
-__device__ inline uint4 round_to_bf16(const float (&sum)[8]) {
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-        pairs[i] = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-    return {pairs[0], pairs[1], pairs[2], pairs[3]};
-}
 
 // Sum one part of a token's row over the ranks of `members`. `row_at(rank)` is where that rank's part can be read. The partial
 // sum starts from and returns to `accumulator`, or ends as bfloat16 at `target`. One warp.
@@ -206,7 +186,7 @@ __device__ inline Outcome serve_combine_microbatch(const Heap& heap, const Team&
         tile.begin = run.begin, tile.num_tokens = run.end - run.begin;
         place_tile(heap, team, senders, shared, tile, magic);
     }
-    uint32_t pending = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
+    uint32_t pending = every_rank(heap);
     Pass pass{0, 0};
     uint64_t arrived_ns = 0;
     while (pending) {

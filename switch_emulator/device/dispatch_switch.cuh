@@ -154,10 +154,9 @@ __device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& 
 
 // What a dispatch switch waits for, and what it then reads, in one microbatch.
 __device__ inline Watch watch_senders(const Heap& heap, uint64_t magic) {
-    const uint32_t everyone = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
     return {own<char>(heap, DispatchSwitchRegion::tokens_arrived, slot_of(magic, heap.depth), 0),
             place_of(heap, DispatchSwitchRegion::tokens_arrived).stride[1],
-            everyone,
+            every_rank(heap),
             true,
             Tag::DISPATCH_TOKENS,
             magic,

@@ -10,26 +10,13 @@
 // not measured alone yet.
 #pragma once
 
-#include "../../inc_runtime/device/one_sided.cuh"
+#include "../../inc_runtime/device/microbatch.cuh"
+#include "../../inc_runtime/device/routing.cuh"
 
 namespace inc {
 
 constexpr int SWITCH_THREADS = 512;
 constexpr int SWITCH_WARPS = SWITCH_THREADS / WARP;
-
-// The rule of LayerShape.experts_of_rank: contiguous, the first E mod W ranks hold one more.
-struct ExpertOwners {
-    int num_experts, small, extra;
-
-    __device__ int rank_of(int expert) const {
-        const int cut = extra * (small + 1);
-        return expert < cut ? expert / (small + 1) : extra + (expert - cut) / small;
-    }
-};
-
-__device__ inline ExpertOwners expert_owners(int num_experts, int num_ranks) {
-    return {num_experts, num_experts / num_ranks, num_experts % num_ranks};
-}
 
 // Headers and records of all senders of one microbatch, as they stand in this heap.
 struct Senders {
@@ -74,25 +61,6 @@ __device__ inline int64_t header_field(const Senders& senders, int sender, int f
     return reinterpret_cast<const int64_t*>(senders.headers + sender * senders.header_stride)[field];
 }
 
-// Refuse a header that disagrees with the heap or with sender 0's. Twin: check_header in serving.py. One lane per sender.
-__device__ inline bool check_header(const Heap& heap, const Senders& senders, int sender, const int64_t (&header)[HEADER_FIELDS],
-                                    const int64_t (&first)[HEADER_FIELDS], uint64_t magic) {
-    int bad = -1;
-    int64_t expected = 0, seen = 0;
-#pragma unroll
-    for (int field = 0; field < HEADER_FIELDS; ++field) {
-        int64_t wanted = first[field];
-        if (field == Header::STEP) wanted = magic;
-        if (field == Header::MICROBATCH_TOKENS) wanted = heap.microbatch_tokens;
-        if (field == Header::HIDDEN_SIZE) wanted = heap.hidden_size;
-        bool good = header[field] == wanted || field == Header::LAYER;
-        if (field == Header::NUM_ROWS) good = header[field] >= 0 && header[field] <= heap.microbatch_tokens;
-        if (!good) bad = field, expected = wanted, seen = header[field];
-    }
-    if (bad >= 0) report_value(heap, ErrorKind::MISMATCH, senders.tag, magic, sender, bad, expected, seen);
-    return bad < 0;
-}
-
 // Read all headers; the first warp. Returns false where one is refused: then this PE has aborted.
 __device__ inline bool read_headers(const Heap& heap, const Senders& senders, uint64_t magic, bool replayed,
                                     RegroupShared& shared, int lane) {
@@ -103,7 +71,7 @@ __device__ inline bool read_headers(const Heap& heap, const Senders& senders, ui
         if (sends) header[field] = header_field(senders, lane, field);
         first[field] = __shfl_sync(ALL_LANES, header[field], 0);
     }
-    const bool good = !sends || check_header(heap, senders, lane, header, first, replayed ? first[Header::STEP] : magic);
+    const bool good = !sends || check_header(heap, senders.tag, lane, header, first, replayed ? first[Header::STEP] : magic);
     if (!__all_sync(ALL_LANES, good)) return false;
     int rows = int(header[Header::NUM_ROWS]);
     for (int step = 1; step < WARP; step *= 2) {
@@ -200,33 +168,14 @@ __device__ inline const char* record_of(const Heap& heap, const Senders& senders
     return senders.records + sender * senders.record_stride + uint64_t(token - shared.first[sender]) * heap.record_bytes;
 }
 
-// The expert ranks that need a token. An expert that does not exist is reported and reaches nobody.
+// The expert ranks that need a token.
 __device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token,
                                           uint64_t magic) {
-    constexpr int AT_ONCE = 8;  // ids loaded before the first is looked at
-    if (!heap.selective) return heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
     const int sender = sender_of(shared, token);
-    const int* experts = reinterpret_cast<const int*>(record_of(heap, senders, shared, token, sender) +
-                                                      RoutingRecord::expert_ids_offset(heap.top_k));
-    const ExpertOwners owners = expert_owners(shared.num_experts, heap.num_ranks);
-    uint32_t mask = 0;
-    int bad = -1;
-    for (int start = 0; start < heap.top_k; start += AT_ONCE) {
-        int ids[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) ids[i] = start + i < heap.top_k ? experts[start + i] : -1;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (ids[i] >= 0 && ids[i] < owners.num_experts)
-                mask |= 1u << owners.rank_of(ids[i]);
-            else if (ids[i] != -1)
-                bad = ids[i];
-        }
-    }
-    if (bad != -1)
-        report_value(heap, ErrorKind::BAD_EXPERT, senders.tag, magic, sender, token - shared.first[sender], owners.num_experts,
-                     bad);
-    return mask;
+    const int32_t* ids = reinterpret_cast<const int32_t*>(record_of(heap, senders, shared, token, sender) +
+                                                          RoutingRecord::expert_ids_offset(heap.top_k));
+    return ranks_of_token(heap, expert_owners(shared.num_experts, heap.num_ranks), ids, heap.top_k, senders.tag, magic, sender,
+                          token - shared.first[sender]);
 }
 
 // Count the rows of each rank in this block's run and tell the other blocks. Every block that takes part calls it, behind a

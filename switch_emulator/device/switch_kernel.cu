@@ -1,4 +1,4 @@
-// The persistent kernels of the two switches: microbatch after microbatch of any number of layers, until all ranks stop.
+// The persistent kernels of the switches: microbatch after microbatch of any number of layers, until all ranks stop.
 // Twin: switch_emulator/run_switch.py. Launch: SWITCH_THREADS threads, as many blocks as the placement gives, all resident, with
 // tile_bytes(num_ranks) of dynamic shared memory. The blocks meet only at the packets, so a fast block may be a packet ahead.
 //
@@ -6,6 +6,7 @@
 // files. The counter behind magic lives in the heap and is read on entry, so a kernel may be stopped and launched again.
 #include "combine_switch.cuh"
 #include "dispatch_switch.cuh"
+#include "relay_switch.cuh"
 
 namespace inc {
 
@@ -22,6 +23,15 @@ __device__ inline void serve_until_stopped(const Heap& heap, const uint64_t* cou
     team.sync();
     for (uint64_t magic = *counter + 1;; ++magic)
         if (serve(team, shared, tile, magic) != Outcome::ARRIVED) return;
+}
+
+// The warps of a relay end one by one; the last block remembers what ended them.
+template <class Region>
+__device__ inline void relay_until_stopped(const Heap& heap, const SwitchArguments& arguments) {
+    const Team team = whole_block();
+    if (aborted(heap)) return;
+    serve_relay<Region>(heap, team, arguments);
+    if (finish_packet(heap, team, Packet::LEAVE, 0, team.num_blocks)) remember_stops<Region>(heap, team.lane());
 }
 
 }  // namespace inc
@@ -42,4 +52,14 @@ extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
                                        [&](const Team& team, RegroupShared& shared, const Tile& tile, uint64_t magic) {
                                            return serve_combine_microbatch(heap, team, shared, tile, magic, arguments);
                                        });
+}
+
+extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
+    dispatch_relay_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
+    inc::relay_until_stopped<inc::DispatchSwitchRegion>(heap, arguments);
+}
+
+extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
+    combine_relay_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
+    inc::relay_until_stopped<inc::CombineSwitchRegion>(heap, arguments);
 }
