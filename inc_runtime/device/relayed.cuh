@@ -90,7 +90,9 @@ __device__ inline bool wait_for_credit(const Heap& heap, uint64_t chunk, uint64_
                 nullptr};
     watch.sender = Relay<Region>::pe(heap);
     watch.microbatch = magic;
-    return poll(heap, watch, lane).outcome == Outcome::ARRIVED;
+    const bool arrived = poll(heap, watch, lane).outcome == Outcome::ARRIVED;
+    __syncwarp();
+    return arrived;
 }
 
 // Put `num_words` 8-byte words; `source_at(word)` and `target_at(word)` say where each stands. One warp, direct links.

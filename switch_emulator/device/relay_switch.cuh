@@ -106,6 +106,7 @@ __device__ inline void serve_relay(const Heap& heap, const Team& team, const Swi
     for (uint32_t polls = 1;; ++polls) {
         const uint64_t word = watching ? load_word(flag) : 0;
         const uint32_t arrived = __ballot_sync(ALL_LANES, watching && word >= arrival_threshold(mine.next));
+        __syncwarp();
         for (uint32_t left = arrived; left; left &= left - 1) {
             const int at = __ffs(left) - 1;
             const RelayCell from{__shfl_sync(ALL_LANES, mine.number, at), __shfl_sync(ALL_LANES, mine.sender, at),
