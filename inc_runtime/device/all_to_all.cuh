@@ -71,7 +71,7 @@ __device__ inline int rows_before(const Heap& heap, const Placed& placed, int gr
     return rows;
 }
 
-// Count the rows of a group for each rank, and write its records. One warp.
+// Count the rows of a group for each rank. One warp.
 __device__ inline void count_group(const Heap& heap, const RoutedTokens& routed, uint64_t magic, int group, int lane) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const uint32_t mask = ranks_of_own_token(heap, routed, magic, group * WARP + lane);
@@ -81,8 +81,6 @@ __device__ inline void count_group(const Heap& heap, const RoutedTokens& routed,
         if (lane == rank) rows = need;
     }
     if (lane < heap.num_ranks) placed(heap, slot).group_rows[group * heap.num_ranks + lane] = rows;
-    for (int token = group * WARP; token < min(routed.num_tokens, (group + 1) * WARP); ++token)
-        write_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), routed, token, lane);
 }
 
 // Place the tokens of a group in their messages, in token order. One warp.
@@ -105,6 +103,9 @@ __device__ inline Messages pack(const Heap& heap, const Team& team, uint64_t mag
     const int groups = (routed.num_tokens + WARP - 1) / WARP, lane = team.lane();
     for (int group = team.number_of_warp(); group < groups; group += team.total_warps())
         count_group(heap, routed, magic, group, lane);
+    // Backwards, so that few tokens keep other warps busy than those that count.
+    for (int token = team.total_warps() - 1 - team.number_of_warp(); token < routed.num_tokens; token += team.total_warps())
+        write_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), routed, token, lane);
     if (team.block == 0 && team.warp() == team.num_warps() - 1)
         write_header(heap, own<int64_t>(heap, RankRegion::tokens_header, slot, 0), routed, magic, lane);
     const bool counted = meet(heap, team, Packet::ROWS_COUNTED, slot, magic, [&](int) {
