@@ -77,7 +77,8 @@ def nvshmem_folder() -> Path:
 def _options(verbs: Verbs, arch: str, model: CommunicationModel | None) -> list[str]:
     options = ["-std=c++17", "-O3", f"-gencode=arch=compute_{arch[3:]},code={arch}", "-rdc=true", "-lineinfo", "-Xptxas", "-v"]
     options += ["-DINC_VERBS_NVSHMEM"] * (verbs is Verbs.NVSHMEM)
-    return options + ["-DINC_RELAYED"] * (model is not None and not model.in_network)
+    options += ["-DINC_RELAYED"] * (model is not None and not model.in_network)
+    return options + ["-DINC_PHASED"] * (model is not None and model.phased)
 
 
 def _key(source: Path, verbs: Verbs, arch: str, model: CommunicationModel | None = None) -> str:

@@ -8,20 +8,15 @@ import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.compile_cache import Built, build
-from inc_runtime.config import SumOrder
+from inc_runtime.config import CommunicationModel, SumOrder
 from inc_runtime.device.arguments import MAX_SWITCH_BLOCKS, SWITCH_ARGUMENTS, SWITCH_MOMENT, WORKSPACE
-from inc_runtime.errors import ConfigurationError
 from inc_runtime.protocol import Role
 
 SOURCE = Path(__file__).with_name("device") / "switch_kernel.cu"
 SWITCH_THREADS = 512
-KERNELS = {
-    (Role.DISPATCH_SWITCH, True): "dispatch_switch_kernel",
-    (Role.COMBINE_SWITCH, True): "combine_switch_kernel",
-    (Role.DISPATCH_SWITCH, False): "dispatch_relay_kernel",
-    (Role.COMBINE_SWITCH, False): "combine_relay_kernel",
-}
-"""By role, and whether the model is in the network."""
+CLERK_THREADS = 32
+"""One warp more, where a clerk opens and closes phases beside the copies."""
+ROLES = {Role.DISPATCH_SWITCH: "dispatch", Role.COMBINE_SWITCH: "combine"}
 
 
 class RunningSwitch:
@@ -40,9 +35,6 @@ class RunningSwitch:
         timeline_length: int = 0,
         replay_plan: bool = False,
     ) -> None:
-        model = heap.layout.dims.model
-        if model.phased:
-            raise ConfigurationError(f"{model.value}: the switch kernels serve the models without phases so far.")
         self.heap, self.timeline_length = heap, timeline_length
         self.timeline = heap.gpu.allocate(timeline_length * SWITCH_MOMENT.itemsize) if timeline_length else 0
         moments = np.zeros(timeline_length, SWITCH_MOMENT)
@@ -58,10 +50,10 @@ class RunningSwitch:
         blocks = min(num_blocks or heap.job.seat.num_blocks, MAX_SWITCH_BLOCKS)
         heap.launch(
             built,
-            KERNELS[heap.role, model.in_network],
+            kernel_of(heap.role, heap.layout.dims.model),
             [arguments],
             num_blocks=blocks,
-            num_threads=SWITCH_THREADS,
+            num_threads=SWITCH_THREADS + CLERK_THREADS * has_clerk(heap.role, heap.layout.dims.model),
             shared_bytes=shared_bytes,
         )
 
@@ -73,6 +65,18 @@ class RunningSwitch:
             moments = self.heap.gpu.read(self.timeline, self.timeline_length * SWITCH_MOMENT.itemsize).view(SWITCH_MOMENT)
             self.heap.gpu.free(self.timeline)
         return np.sort(moments[moments["magic"] > 0], order="magic")
+
+
+def kernel_of(role: Role, model: CommunicationModel) -> str:
+    """The kernel in `device/switch_kernel.cu` that a switch of this role runs."""
+    if not model.in_network:
+        return f"{ROLES[role]}_relay_kernel"
+    return f"{ROLES[role]}_{'phased' if model.phased else 'switch'}_kernel"
+
+
+def has_clerk(role: Role, model: CommunicationModel) -> bool:
+    """Whether that kernel has a warp that only opens and closes phases."""
+    return model.phased and (role is Role.DISPATCH_SWITCH or not model.in_network)
 
 
 def shared_bytes_of(heap: DeviceHeap) -> int:

@@ -44,11 +44,12 @@ class Setting:
     jitter_us: float = 100.0
     calls: int = 1
     relay_cells: int = 8
+    barrier: bool = True
 
     @property
     def pipeline(self) -> Pipeline:
         bound = self.num_microbatches * self.microbatch_tokens
-        return Pipeline(bound, self.microbatch_tokens, self.depth, self.ranks_per_phase)
+        return Pipeline(bound, self.microbatch_tokens, self.depth, self.ranks_per_phase, self.barrier)
 
 
 def run(setting: Setting, seed: int) -> None:

@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
+from inc_runtime.backends.device_errors import error_of_record
 from inc_runtime.compile_cache import Built, Verbs
-from inc_runtime.config import CommunicationModel
-from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, ErrorKind, heap_argument
+from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
 from inc_runtime.environment import Environment
-from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, Mismatch, PlacementError, WaitRecord
+from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
 from inc_runtime.heap_layout import BF16, ERROR_BYTES, HeapLayout, Kind
 from inc_runtime.mps import require_daemon
 from inc_runtime.placement import Placement, PlacementKind, choose, place
-from inc_runtime.protocol import Header, Role, Tag, World, magic_of, slot_of
+from inc_runtime.protocol import Role, World, magic_of
 
 ONE_HOST = {
     "NVSHMEM_BOOTSTRAP": "UID",
@@ -200,6 +200,8 @@ class DeviceHeap:
             raise ConfigurationError(
                 f"row_format = {layout.dims.row_dtype}: the kernels add bfloat16. Use RowFormat.BFLOAT16."
             )
+        if layout.dims.model.phased and verbs is Verbs.NVSHMEM:
+            raise ConfigurationError(f"{layout.dims.model.value}: the phased kernels take the direct verbs alone so far.")
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
@@ -326,56 +328,4 @@ class DeviceHeap:
             time.sleep(0.01)
 
     def _reported(self) -> Exception:
-        record, world = self.record[0], self.job.world
-        tag, magic = Tag(int(record["tag"])), int(record["magic"])
-        kind, sender, seen_value = (
-            ErrorKind(int(record["kind"])),
-            int(record["sender"]),
-            int(record["seen"][:1].view(np.int64)[0]),
-        )
-        if kind is ErrorKind.MISMATCH:
-            field = Header(int(record["field"])).name.lower()
-            return Mismatch(
-                f"{world.name_of(sender)} brought {field} = {seen_value} to magic {magic}, expected {record['expected']}. "
-                "Give every rank the same bound, microbatch size, shape and call order."
-            )
-        if kind is ErrorKind.BAD_EXPERT:
-            return ConfigurationError(
-                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {seen_value}, "
-                f"expected -1 to {int(record['expected']) - 1}. Use -1 for a choice that does not count."
-            )
-        awaited = awaited_senders(world, tag, self.layout.dims.model, sender)
-        seen = {name: int(record["seen"][i]) for i, name in enumerate(awaited)}
-        missing = list(dict.fromkeys(name for i, name in enumerate(awaited) if int(record["missing"]) >> i & 1))
-        wait = WaitRecord(
-            self.job.name,
-            tag.name,
-            magic - 1,
-            slot_of(magic, self.layout.dims.depth),
-            magic,
-            int(record["expected"]),
-            seen,
-            missing,
-            int(record["waited_ns"]) * 1e-9,
-        )
-        return ArrivalTimeout(wait, "Raise INC_WAIT_LIMIT_S if it is only slow, or look at what the missing PE printed.")
-
-
-def awaited_senders(world: World, tag: Tag, model: CommunicationModel, sender: int = -1) -> list[str]:
-    """Who raises the flags that a wait with this tag watches, in the order of its lanes; `sender` is behind all of them.
-
-    A relay raises a flag for each rank.
-    """
-    switch = {
-        Tag.EXPERT_ROWS: world.dispatch_switch(0),
-        Tag.COMBINE_PLAN: world.dispatch_switch(0),
-        Tag.TOKEN_SUMS: world.combine_switch(0),
-    }.get(tag)
-    if tag is Tag.RELAY_CREDIT:
-        return [world.name_of(sender)]
-    if switch is None:
-        return [world.name_of(rank) for rank in range(world.num_ranks)]
-    if model.in_network:
-        return [world.name_of(switch)]
-    ranks = range(world.num_ranks) if sender < 0 else [sender] * MAX_RANKS
-    return [f"{world.name_of(switch)} for rank {rank}" for rank in ranks]
+        return error_of_record(self.record[0], self.job.name, self.job.world, self.layout.dims)

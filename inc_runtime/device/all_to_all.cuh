@@ -14,7 +14,7 @@
 #include "routing.cuh"
 #include "sums.cuh"
 
-namespace inc {
+namespace inc::all_to_all {
 
 // Where each token of a microbatch stands in the message to each rank, as `push_microbatch` has placed it.
 struct Placed {
@@ -97,8 +97,11 @@ __device__ inline void place_group(const Heap& heap, const RoutedTokens& routed,
     }
 }
 
-// The extra stage before the dispatch: where each token goes. All blocks. Returns the messages; none after an abort.
-__device__ inline Messages pack(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed) {
+// The extra stage before the dispatch: where each token goes. All blocks meet twice, the second time in `meet_to_send`. Returns the
+// messages; none after an abort.
+template <class MeetToSend>
+__device__ inline Messages pack(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed,
+                                MeetToSend meet_to_send) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const int groups = (routed.num_tokens + WARP - 1) / WARP, lane = team.lane();
     for (int group = team.number_of_warp(); group < groups; group += team.total_warps())
@@ -112,18 +115,22 @@ __device__ inline Messages pack(const Heap& heap, const Team& team, uint64_t mag
         const int rows = rows_before(heap, placed(heap, slot), groups, lane);
         workspace(heap).total_rows[slot][lane] = rows;
         number_chunks<DispatchSwitchRegion>(heap, slot, messages_to(heap, rows, lane).total_chunks, lane);
+        return true;
     });
     if (!counted) return {0, 0, 0};
     for (int group = team.number_of_warp(); group < groups; group += team.total_warps())
         place_group(heap, routed, magic, group, lane);
-    if (!meet(heap, team, Packet::ROWS_PLACED, slot, magic, [](int) {})) return {0, 0, 0};
+    if (!meet_to_send()) return {0, 0, 0};
     return messages_to(heap, workspace(heap).total_rows[slot][lane], lane);
 }
 
 // Send each rank its tokens, the next rank first. Every block of the team calls it; returns before they have landed.
-__device__ inline void push_microbatch(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed) {
+// `meet_to_send`: the last meeting of the blocks before they send, where the phased form waits for a grant.
+template <class MeetToSend>
+__device__ inline void push_messages(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed,
+                                     MeetToSend meet_to_send) {
     const uint64_t slot = slot_of(magic, heap.depth);
-    const Messages messages = pack(heap, team, magic, routed);
+    const Messages messages = pack(heap, team, magic, routed, meet_to_send);
     const Placed tables = placed(heap, slot);
     const auto token_at = [&](int destination, int row) {
         return tables.token_of_row[destination * heap.microbatch_tokens + row];
@@ -141,6 +148,12 @@ __device__ inline void push_microbatch(const Heap& heap, const Team& team, uint6
         [&](int destination, int row) -> const char* {
             return own<char>(heap, RankRegion::tokens_routing, slot, token_at(destination, row));
         });
+}
+
+__device__ inline void push_microbatch(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed) {
+    push_messages(heap, team, magic, routed, [&]() {
+        return meet(heap, team, Packet::ROWS_PLACED, slot_of(magic, heap.depth), magic, [](int) { return true; });
+    });
 }
 
 // Rows that the message of this lane's rank has brought; chunk 0 of all has arrived.
@@ -172,24 +185,21 @@ __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, 
         return good ? rows : 0;
     });
     if (!arrived) return false;
-    int before = rows;
-    for (int step = 1; step < WARP; step *= 2) {
-        const int lower = __shfl_up_sync(ALL_LANES, before, step);
-        if (lane >= step) before += lower;
-    }
-    int32_t* first = workspace(heap).received_first[slot];
-    if (team.warp() == 0 && lane < heap.num_ranks) {
-        first[lane + 1] = before;  // every block writes the same
-        if (lane == 0) first[0] = 0;
-        if (team.block == 0 && rows == 0) own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, lane)[Header::NUM_ROWS] = 0;
-    }
-    received = {own<char>(heap, RankRegion::expert_rows, slot),
-                own<char>(heap, RankRegion::expert_rows_routing, slot),
-                __shfl_sync(ALL_LANES, before, heap.num_ranks - 1),
-                heap.num_ranks,
-                heap.microbatch_tokens,
-                first};
+    received = received_runs(heap, team, slot, rows);
+    if (team.block == 0 && team.warp() == 0 && lane < heap.num_ranks && rows == 0)
+        own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, lane)[Header::NUM_ROWS] = 0;
     return team.all(good);
+}
+
+// Send the partial sums of `messages`. All blocks have met since they were written.
+__device__ inline void return_partial_sums(const Heap& heap, const Team& team, uint64_t magic, const Messages& messages) {
+    send_messages<CombineSwitchRegion>(
+        heap, team, magic, messages, nullptr,
+        [&](int owner, int row) -> const char* {
+            return own<char>(heap, RankRegion::expert_rows, slot_of(magic, heap.depth),
+                             uint64_t(owner) * heap.microbatch_tokens + row);
+        },
+        [](int, int) -> const char* { return nullptr; });
 }
 
 // Return the partial sums to every token rank, the next rank first; a rank that sent nothing gets a signal alone. Every block
@@ -197,16 +207,11 @@ __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, 
 __device__ inline void publish_partial_sums(const Heap& heap, const Team& team, uint64_t magic) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const Messages messages = messages_to(heap, rows_received(heap, slot, team.lane()), team.lane());
-    if (!meet(heap, team, Packet::SUMS_WRITTEN, slot, magic, [&](int lane) {
-            number_chunks<CombineSwitchRegion>(heap, slot, messages.total_chunks, lane);
-        }))
-        return;
-    send_messages<CombineSwitchRegion>(
-        heap, team, magic, messages, nullptr,
-        [&](int owner, int row) -> const char* {
-            return own<char>(heap, RankRegion::expert_rows, slot, uint64_t(owner) * heap.microbatch_tokens + row);
-        },
-        [](int, int) -> const char* { return nullptr; });
+    const bool written = meet(heap, team, Packet::SUMS_WRITTEN, slot, magic, [&](int lane) {
+        number_chunks<CombineSwitchRegion>(heap, slot, messages.total_chunks, lane);
+        return true;
+    });
+    if (written) return_partial_sums(heap, team, magic, messages);
 }
 
 // Wait for the partial sums of all ranks. Returns false after an abort.
@@ -220,4 +225,4 @@ __device__ inline bool wait_for_token_sums(const Heap& heap, const Team& team, u
     return true;
 }
 
-}  // namespace inc
+}  // namespace inc::all_to_all

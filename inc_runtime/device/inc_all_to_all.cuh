@@ -12,7 +12,7 @@
 
 #include "microbatch.cuh"
 
-namespace inc {
+namespace inc::inc_all_to_all {
 
 // The sums of this rank's tokens, as they stand in the slot.
 struct TokenSums {
@@ -35,10 +35,10 @@ __device__ inline PushUnits units_of_push(const Heap& heap, const Team& team, in
             max(1, min(team.num_blocks, (units + team.num_warps()) / team.num_warps()))};
 }
 
-// Put the microbatch into this rank's slot on the dispatch switch. Every block of the team calls it; returns before it has
+// Put the microbatch into slot `inbox` of the dispatch switch: one packet. Every block of the team calls it; returns before it has
 // landed.
-__device__ inline void push_microbatch(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed) {
-    const uint64_t slot = slot_of(magic, heap.depth), inbox = slot * heap.num_ranks + heap.pe;
+__device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed, uint64_t inbox) {
+    const uint64_t slot = slot_of(magic, heap.depth);
     const PushUnits cut = units_of_push(heap, team, routed.num_tokens);
     if (team.block >= cut.num_blocks) return;
     const int lane = team.lane();
@@ -73,6 +73,11 @@ __device__ inline void push_microbatch(const Heap& heap, const Team& team, uint6
                signal_word(magic, routed.num_tokens > 0));
 }
 
+// Put the microbatch into this rank's slot on the dispatch switch.
+__device__ inline void push_microbatch(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed) {
+    put_tokens(heap, team, magic, routed, slot_of(magic, heap.depth) * heap.num_ranks + heap.pe);
+}
+
 // Wait for the packet of the dispatch switch. Rows are packed by sender, in token order. Returns false after an abort.
 __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, uint64_t magic, ReceivedRows& received) {
     const uint64_t slot = slot_of(magic, heap.depth);
@@ -102,4 +107,4 @@ __device__ inline bool wait_for_token_sums(const Heap& heap, const Team& team, u
     return true;
 }
 
-}  // namespace inc
+}  // namespace inc::inc_all_to_all

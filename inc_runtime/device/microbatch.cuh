@@ -34,7 +34,29 @@ struct ReceivedRows {
     }
 };
 
-// Words of a routing record that one warp fills: `word_at(word)` for each. Unused columns hold expert -1. Twin: write_routing.
+// The received rows of a slot where every sender has a run of its own; `rows`: in the lane of each rank how many it sent. Every warp
+// calls it, and a barrier must follow. Twin: received_rows.
+__device__ inline ReceivedRows received_runs(const Heap& heap, const Team& team, uint64_t slot, int rows) {
+    const int lane = team.lane();
+    int before = rows;
+    for (int step = 1; step < WARP; step *= 2) {
+        const int lower = __shfl_up_sync(ALL_LANES, before, step);
+        if (lane >= step) before += lower;
+    }
+    int32_t* first = workspace(heap).received_first[slot];
+    if (team.warp() == 0 && lane < heap.num_ranks) {
+        first[lane + 1] = before;  // every block writes the same
+        if (lane == 0) first[0] = 0;
+    }
+    return {own<char>(heap, RankRegion::expert_rows, slot),
+            own<char>(heap, RankRegion::expert_rows_routing, slot),
+            __shfl_sync(ALL_LANES, before, heap.num_ranks - 1),
+            heap.num_ranks,
+            heap.microbatch_tokens,
+            first};
+}
+
+// One word of a routing record. Unused columns hold expert -1. Twin: write_routing.
 __device__ inline uint32_t record_word(const Heap& heap, const RoutedTokens& routed, int token, int word) {
     const int column = word < 2 + heap.top_k ? word - 2 : word - 2 - heap.top_k;
     const bool id = word < 2 + heap.top_k;

@@ -284,10 +284,10 @@ __device__ inline void finish_warp_packet() {
 }
 
 // All blocks of the team meet, so that each sees what the others wrote before. `last`, called by the first warp of the last block
-// to come, does what must be done once; its writes are seen by all, too. Returns false after an abort. Begins and ends with a
-// barrier.
+// to come, does what must be done once, and returns false after an abort; its writes are seen by all, too. `key` grows with every
+// meeting at this packet and slot. Returns false after an abort. Begins and ends with a barrier.
 template <class Last>
-__device__ inline bool meet(const Heap& heap, const Team& team, Packet packet, uint64_t slot, uint64_t magic, Last last) {
+__device__ inline bool meet(const Heap& heap, const Team& team, Packet packet, uint64_t slot, uint64_t key, Last last) {
     team.sync();
     bool good = true;
     if (team.warp() == 0) {
@@ -299,11 +299,11 @@ __device__ inline bool meet(const Heap& heap, const Team& team, Packet packet, u
         if (__shfl_sync(ALL_LANES, came, 0) == team.num_blocks) {
             __threadfence();
             if (team.lane() == 0) *finished = 0;
-            last(team.lane());
+            good = last(team.lane());
             __syncwarp();
-            if (team.lane() == 0) store_word_of_gpu(&met, magic);
+            if (good && team.lane() == 0) store_word_of_gpu(&met, key);
         } else {
-            for (uint32_t polls = 1; good && load_word_of_gpu(&met) < magic; ++polls) good = polls % POLLS_PER_CHECK || !aborted(heap);
+            for (uint32_t polls = 1; good && load_word_of_gpu(&met) < key; ++polls) good = polls % POLLS_PER_CHECK || !aborted(heap);
         }
     }
     return team.all(good);

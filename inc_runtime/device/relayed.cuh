@@ -67,6 +67,13 @@ __device__ inline Messages messages_to(const Heap& heap, int rows_for, int lane)
     return messages;
 }
 
+// Of these messages only the one to `destination`.
+__device__ inline Messages only_message_to(const Heap& heap, const Messages& all, int destination, int lane) {
+    const int step = (destination - heap.pe - 1 + heap.num_ranks) % heap.num_ranks;
+    const int chunks = num_chunks(heap, __shfl_sync(ALL_LANES, all.rows, step));
+    return {all.rows, lane >= step ? chunks : 0, chunks};
+}
+
 // Number the chunks of this microbatch behind all that this rank has sent through the relay. The first warp of one block.
 template <class Region>
 __device__ inline void number_chunks(const Heap& heap, uint64_t slot, int total_chunks, int lane) {

@@ -4,12 +4,14 @@
 // Each warp serves cells of its own, up to 32, and each cell by itself: it copies the chunk to its destination, fences, raises the
 // chunk's flag there and gives the cell back. Neighbouring cells belong to different blocks. The other warps of the SM copy while
 // one waits for its fence. Waits on: relay_arrived of its cells, without limit, as a relay never knows that something must
-// come; it watches stop and abort. Signals: expert_chunk_arrived or partial_chunk_arrived on the destination, relay_credits on the
-// sender. Reads: its cells. Writes: expert_rows, its records and headers (dispatch) or received_partial_sums (combine).
+// come; it watches stop and abort. When phased, a clerk opens the phases. Signals: expert_chunk_arrived or
+// partial_chunk_arrived on the destination, relay_credits on the sender. Reads: its cells. Writes: expert_rows, its records and headers (dispatch) or received_partial_sums (combine).
 // Cost: one local load and one remote store per row; results/data/collectives_*.csv, metric relayed.
 #pragma once
 
 #include "../../inc_runtime/device/relayed.cuh"
+#include "phases.cuh"
+#include "timeline.cuh"
 
 namespace inc {
 
@@ -52,14 +54,18 @@ __device__ inline void forward_records(const Heap& heap, int sender, uint64_t ce
     });
 }
 
-// When the first and the last chunk of a microbatch left. One thread.
-__device__ inline void record_chunk(const SwitchArguments& arguments, uint64_t magic, uint64_t arrived_ns, int num_rows) {
-    if (!arguments.timeline) return;
-    SwitchMoment& moment = reinterpret_cast<SwitchMoment*>(arguments.timeline)[magic % arguments.timeline_length];
-    moment.magic = magic;
-    atomicMin(reinterpret_cast<unsigned long long*>(&moment.arrived), (unsigned long long)arrived_ns);
-    atomicMax(reinterpret_cast<unsigned long long*>(&moment.done), (unsigned long long)timer_ns());
-    atomicAdd(reinterpret_cast<unsigned long long*>(&moment.num_tokens), (unsigned long long)num_rows);
+// Count a chunk that has left, and close the phase of its request once all W messages of it have. The counter holds messages begun
+// in its upper half, and in the lower the chunks that they still lack; the order of chunks does not matter. One thread.
+template <class Region>
+__device__ inline void count_chunk(const Heap& heap, int sender, int destination, uint64_t magic, uint64_t number,
+                                   int message_rows) {
+    const int rank = Relay<Region>::DISPATCH ? sender : destination;
+    const uint64_t slot = slot_of(magic, heap.depth), all = uint64_t(heap.num_ranks) << 32;
+    const uint64_t more = number == 0 ? (1ull << 32) + num_chunks(heap, message_rows) - 1 : ~0ull;
+    unsigned long long* left = reinterpret_cast<unsigned long long*>(&workspace(heap).chunks_left[slot][rank]);
+    if (atomicAdd(left, (unsigned long long)more) + more != all) return;
+    *left = 0;
+    store_word_of_gpu(&workspace(heap).phase_closed[slot][rank], magic);
 }
 
 // Pass one chunk on to its destination and give its cell back. One warp.
@@ -84,16 +90,81 @@ __device__ inline void forward(const Heap& heap, const RelayCell& from, const Sw
     signal(heap, {from.sender, offset_of(heap, RankRegion::relay_credits, Relay<Region>::INDEX, from.cell)},
            signal_word(from.next, true));
     workspace(heap).forwarded[from.number] = from.next;
+    if (heap.phased) count_chunk<Region>(heap, from.sender, destination, magic, number, message_rows);
     atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_sent), (unsigned long long)num_rows);
-    record_chunk(arguments, magic, arrived_ns, num_rows);
+    record_moment(arguments, magic, arrived_ns, num_rows);
 }
 
-// True once every rank has raised its stop word since the last launch: then all that was sent has arrived. One warp.
+// The clerk of a phased relay: who may send its dispatch, or whose partial sums may be sent. One warp. A relay reports no missing
+// rank: the ranks do.
 template <class Region>
-__device__ inline bool all_have_stopped(const Heap& heap, int lane) {
-    const bool rank = lane < heap.num_ranks;
-    const uint64_t word = rank ? load_word(own<char>(heap, Region::stop, lane)) : 0;
-    return __all_sync(ALL_LANES, !rank || word > workspace(heap).stops_seen[lane]);
+struct RelayClerk {
+    static constexpr bool DISPATCH = Relay<Region>::DISPATCH;
+    const Heap& heap;
+    const int lane;
+    PhaseQueue queue;
+    InNetworkBarrier barrier;
+    ClerkClock clock;
+    const uint64_t stops_seen;
+
+    __device__ bool request_has_come() const {
+        if (lane >= heap.num_ranks) return false;
+        const char* flag;
+        if constexpr (DISPATCH)
+            flag = own<char>(heap, Region::dispatch_requests, lane);
+        else
+            flag = own<char>(heap, Region::combine_requests, slot_of(queue.next_magic, heap.depth), lane);
+        return load_word_relaxed(flag) >= arrival_threshold(queue.next_magic);
+    }
+
+    // Tell the rank that holds a place, or all ranks whose partial sums they may send.
+    __device__ void open(int place, int rank, uint64_t magic) const {
+        const uint64_t word = signal_word(magic, true), slot = slot_of(magic, heap.depth);
+        if (DISPATCH && lane == 0) signal(heap, {rank, offset_of(heap, RankRegion::dispatch_grants, 0, place)}, word);
+        if (!DISPATCH && lane < heap.num_ranks)
+            signal(heap, {lane, offset_of(heap, RankRegion::phase_opened, slot, 0, rank)}, word);
+    }
+
+    __device__ bool open_phases() {
+        bool moved = false;
+        if (queue.held_by >= 0) {
+            const uint64_t slot = slot_of(queue.held_magic, heap.depth);
+            if (load_word_of_gpu(&workspace(heap).phase_closed[slot][queue.held_by]) >= queue.held_magic)
+                queue.held_by = -1, moved = true;
+        }
+        moved = __any_sync(ALL_LANES, moved);
+        int place, rank;
+        uint64_t magic;
+        while (queue.open_next(place, rank, magic, lane)) {
+            fence_system();
+            open(place, rank, magic);
+            moved = true;
+        }
+        return moved;
+    }
+
+    __device__ void serve() {
+        while (true) {
+            bool moved = queue.queue_up(request_has_come(), lane);
+            if constexpr (DISPATCH) {
+                const char* joined = own<char>(heap, Region::barrier_joined, lane < heap.num_ranks ? lane : 0);
+                moved |= barrier.look(heap, load_word_relaxed(joined), lane);
+            }
+            moved |= open_phases();
+            if (moved) clock.restart();
+            clock.expired(heap, true);
+            if (moved || clock.polls % POLLS_PER_CHECK) continue;
+            if (__any_sync(ALL_LANES, lane == 0 && aborted(heap))) return;
+            if (clock.polls % POLLS_PER_STOP_CHECK == 0 && all_have_stopped<Region>(heap, stops_seen, lane)) break;
+        }
+        leave_queue(heap, queue, lane);
+        if (lane == 0) workspace(heap).barrier_released = barrier.released;
+    }
+};
+
+template <class Region>
+__device__ inline RelayClerk<Region> relay_clerk(const Heap& heap, int lane) {
+    return {heap, lane, resume_queue(heap, lane), {0, workspace(heap).barrier_released}, {}, workspace(heap).stops_seen[lane]};
 }
 
 // Serve until every rank has stopped. Every warp of every block calls it.
@@ -102,6 +173,7 @@ __device__ inline void serve_relay(const Heap& heap, const Team& team, const Swi
     const int lane = team.lane();
     RelayCell mine = cell_of_lane(heap, team);
     const bool watching = mine.number >= 0;
+    const uint64_t stops_seen = workspace(heap).stops_seen[lane];
     const char* flag = own<char>(heap, Region::relay_arrived, mine.sender, mine.cell);
     for (uint32_t polls = 1;; ++polls) {
         const uint64_t word = watching ? load_word(flag) : 0;
@@ -118,15 +190,9 @@ __device__ inline void serve_relay(const Heap& heap, const Team& team, const Swi
         if (arrived) polls = 0;
         if (polls % POLLS_PER_CHECK) continue;
         if (__any_sync(ALL_LANES, lane == 0 && aborted(heap))) return;
-        if (polls % POLLS_PER_STOP_CHECK == 0 && all_have_stopped<Region>(heap, lane)) return;
+        if (polls % POLLS_PER_STOP_CHECK == 0 && all_have_stopped<Region>(heap, stops_seen, lane)) return;
         if (polls > POLLS_BEFORE_SLEEP) __nanosleep(IDLE_SLEEP_NS);
     }
-}
-
-// The stop words that end this launch do not end the next one. Behind it, alone.
-template <class Region>
-__device__ inline void remember_stops(const Heap& heap, int lane) {
-    if (lane < heap.num_ranks) workspace(heap).stops_seen[lane] = load_word(own<char>(heap, Region::stop, lane));
 }
 
 }  // namespace inc
