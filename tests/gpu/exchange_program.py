@@ -32,7 +32,7 @@ BY_ARRIVAL = {
     True: {"dispatch_grants", "inbox_tokens", "inbox_header", "inbox_routing"},
     False: {"dispatch_grants", "chunk_header", "relay_chunk", "relay_rows", "relay_arrived"},
 }
-"""Phased, by whether the model is in the network: regions whose last bytes depend on the order in which ranks asked: which place, which cell."""
+"""Phased, by whether in the network: regions whose last bytes depend on the order of requests, hence which place, which cell."""
 LIMIT_S = 60.0
 MODELS = (
     CommunicationModel.INC_ALL_TO_ALL,
@@ -80,7 +80,7 @@ def parity_cases(num_ranks: int, model: CommunicationModel, group: int = 1) -> l
 
 def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs, model: CommunicationModel) -> list[str]:
     """Regions whose bytes differ, with the first place."""
-    skipped = ONLY_ON_THE_HOST | (STAGING if verbs is Verbs.DIRECT else set()) 
+    skipped = ONLY_ON_THE_HOST | (STAGING if verbs is Verbs.DIRECT else set())
     skipped |= BY_ARRIVAL[model.in_network] if model.phased else set()
     found = []
     for name, seen in heap.snapshot().items():
