@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inc_runtime.config import CommunicationModel
 from inc_runtime.device.arguments import header_text
 from inc_runtime.environment import Environment
 from inc_runtime.errors import BuildError
@@ -80,11 +81,13 @@ def nvshmem_folder() -> Path:
     raise BuildError(f"NVSHMEM's headers were not found. Install them with: pip install {NVSHMEM_PACKAGE}")
 
 
-def _options(verbs: Verbs, arch: str, defines: Sequence[str]) -> list[str]:
+def _options(verbs: Verbs, arch: str, model: CommunicationModel | None, defines: Sequence[str]) -> list[str]:
     """Options of nvcc. Code that calls NVSHMEM is relocatable, so that it can be linked with its library; in such code ptxas
     ignores setmaxnreg and serialises matrix products, so everything else is compiled whole."""
     target = f"-gencode=arch=compute_{arch[3:]},code={arch}"
     options = [*(f"-D{define}" for define in defines), "-std=c++17", "-O3", target, "-lineinfo", "-Xptxas", "-v"]
+    options += ["-DINC_RELAYED"] * (model is not None and not model.in_network)
+    options += ["-DINC_PHASED"] * (model is not None and model.phased)
     return [*options, "-rdc=true", "-DINC_VERBS_NVSHMEM"] if verbs is Verbs.NVSHMEM else options
 
 
@@ -102,17 +105,19 @@ def build(
     source: Path,
     verbs: Verbs = Verbs.DIRECT,
     arch: str = "sm_90a",
+    model: CommunicationModel | None = None,
     *,
     headers: Mapping[str, str] | None = None,
     defines: Sequence[str] = (),
 ) -> Built:
     """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words.
 
+    `model`: for a kernel of the ranks, whose collective (`collective.cuh`) is that of one communication model.
     `headers`: generated files that the source includes, by name, besides `arguments.h`. `defines`: macros, NAME or NAME=VALUE.
     """
     folder = Path(Environment.read().cache_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    options, texts = _options(verbs, arch, defines), {"arguments.h": header_text(), **(headers or {})}
+    options, texts = _options(verbs, arch, model, defines), {"arguments.h": header_text(), **(headers or {})}
     entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, options, verbs, texts)}"
     cubin, report = entry.with_suffix(".cubin"), entry.with_suffix(".txt")
     with open(entry.with_suffix(".lock"), "w", encoding="utf-8") as lock:

@@ -76,7 +76,7 @@ def tensor_map(matrix: torch.Tensor, box_rows: int) -> np.ndarray:
 def build_megakernel(heap: DeviceHeap, *, traced: bool = False) -> Built:
     """Compile the kernel for this GPU and this heap's communication model, or take it from the cache."""
     defines = ["INC_TRACE"] if traced else []
-    built = build(SOURCE, heap.verbs, heap.gpu.arch, headers=HEADERS, defines=defines)
+    built = build(SOURCE, heap.verbs, heap.gpu.arch, heap.layout.dims.model, headers=HEADERS, defines=defines)
     if heap.verbs.value == "nvshmem":
         heap.job.init_module(built)
     return built

@@ -24,6 +24,7 @@ constexpr int MATRIX_REGISTERS = 176, MOVER_REGISTERS = 64, VECTOR_REGISTERS = 9
 struct LayerStorage {
   SharedStorage matmul;
   GroupScratch group;
+  ReceivedRows received[2];  // a microbatch is reduced one step after it is grouped, at most
   uint64_t first_magic;
   int opened;  // microbatches whose counts the load warp has read
   bool aborted;
@@ -63,11 +64,11 @@ struct VectorStages {
   __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, arguments.num_tokens); }
   __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
 
-  __device__ void send(int number) {
+  __device__ bool send(int number) {
     const uint64_t magic = magic_of(number);
     const int first = first_token(number), count = num_tokens(number);
     trace.begin();
-    route_microbatch(heap, team, arguments, magic, first, count);
+    if (!route_microbatch(heap, team, arguments, magic, first, count)) return false;
     trace.end(TracedStage::ROUTE, magic, count);
     trace.begin();
     const int64_t choices = int64_t(first) * arguments.top_k;
@@ -76,6 +77,7 @@ struct VectorStages {
                      pointer<const int32_t>(arguments.expert_ids) + choices, pointer<const uint32_t>(arguments.weights) + choices,
                      count, arguments.top_k, arguments.num_experts, arguments.bound_tokens, arguments.layer});
     trace.end(TracedStage::DISPATCH, magic, count);
+    return true;
   }
 
   __device__ bool group(int number) {
@@ -83,6 +85,7 @@ struct VectorStages {
     ReceivedRows received;
     trace.begin();
     if (!wait_for_expert_rows(heap, team, magic, received)) return false;
+    if (team.thread == 0) shared.received[number % 2] = received;
     trace.end(TracedStage::WAIT, magic, 0);
     trace.begin();
     BoundedWait wait(arguments.matmul);
@@ -93,8 +96,7 @@ struct VectorStages {
 
   __device__ bool reduce(int number) {
     const uint64_t magic = magic_of(number);
-    ReceivedRows received;
-    if (!wait_for_expert_rows(heap, team, magic, received)) return false;  // they are there: group has seen them
+    const ReceivedRows received = shared.received[number % 2];
     trace.begin();
     BoundedWait wait(arguments.matmul);
     reduce_microbatch(heap, team, arguments, magic, number, received, wait);
@@ -121,7 +123,7 @@ struct VectorStages {
 
   __device__ void run() {
     for (int step = 0; step < arguments.num_microbatches + arguments.combine_lag; ++step) {
-      if (due(step)) send(step);
+      if (due(step) && !send(step)) return;
       if (due(step - arguments.group_lag) && !group(step - arguments.group_lag)) return;
       if (due(step - arguments.reduce_lag) && !reduce(step - arguments.reduce_lag)) return;
       if (due(step - arguments.combine_lag) && !combine(step - arguments.combine_lag)) return;

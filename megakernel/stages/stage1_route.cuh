@@ -96,14 +96,14 @@ __device__ inline int route_token(const LayerArguments& arguments, int token, in
   return -1;
 }
 
-// The choices of the microbatch's tokens, each by the warp that will put the token's record. Nothing where they are given.
-__device__ inline void route_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
+// The choices of the microbatch's tokens. Nothing where they are given. Returns false after an abort.
+__device__ inline bool route_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
                                         int first_token, int num_tokens) {
-  if (arguments.logits == 0) return;
-  for_each_record(heap, team, num_tokens, [&](int token) {
+  if (arguments.logits == 0) return true;
+  return for_each_token_to_push(heap, team, magic, num_tokens, [&](int token) {
     const int bad = route_token(arguments, first_token + token, team.lane());
     if (bad >= 0 && team.lane() == 0)
-      report_value(heap, ErrorKind::BAD_LOGIT, Tag(0), magic, heap.pe, first_token + token, arguments.num_experts, bad);
+      report_value(heap, ErrorKind::BAD_LOGIT, Tag::DISPATCH_TOKENS, magic, heap.pe, first_token + token, arguments.num_experts, bad);
     __syncwarp();
   });
 }

@@ -15,9 +15,8 @@
 namespace inc {
 
 struct GroupScratch {
-  int32_t count[MAX_LOCAL_EXPERTS];           // of this block
-  int32_t next[MAX_LOCAL_EXPERTS];            // next place of this block's rows among the expert's
-  int32_t first_row[MAX_LOCAL_EXPERTS];       // of the expert among the grouped rows of the set
+  int32_t next[MAX_LOCAL_EXPERTS];       // rows of this block's share; then their next place among the expert's rows
+  int32_t first_row[MAX_LOCAL_EXPERTS];  // of the expert among the grouped rows of the set
 };
 
 __device__ inline Grouping& grouping_of(const LayerArguments& arguments, uint64_t number) {
@@ -66,17 +65,17 @@ __device__ inline void group_microbatch(const Heap& heap, const Team& team, cons
   const int share = (received.num_rows + num_blocks - 1) / num_blocks;
   const int begin = min(team.block * share, received.num_rows), end = min(begin + share, received.num_rows);
 
-  for (int expert = team.thread; expert < num_experts; expert += team.num_threads) scratch.count[expert] = 0;
+  for (int expert = team.thread; expert < num_experts; expert += team.num_threads) scratch.next[expert] = 0;
   team.sync();
   for (int i = begin + team.thread; i < end; i += team.num_threads)
     visit_local_choices(heap, arguments, received, i, [&](int, int expert) {
-      if (expert >= 0) atomicAdd(&scratch.count[expert], 1);
+      if (expert >= 0) atomicAdd(&scratch.next[expert], 1);
     });
   team.sync();
   for (int expert = team.thread; expert < num_experts; expert += team.num_threads) {
     unsigned long long* tally = reinterpret_cast<unsigned long long*>(&grouping.tally[expert]);
     atomicMax(tally, static_cast<unsigned long long>(magic) << 32);
-    scratch.next[expert] = int(atomicAdd(tally, static_cast<unsigned long long>(scratch.count[expert])));
+    scratch.next[expert] = int(atomicAdd(tally, static_cast<unsigned long long>(scratch.next[expert])));
   }
   meet_blocks(team, grouping.blocks_counted, grouping.counted, num_blocks, magic, true, wait);
 
