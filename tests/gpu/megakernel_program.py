@@ -43,6 +43,7 @@ class Case:
     model: CommunicationModel = CommunicationModel.INC_ALL_TO_ALL
     skew: float = 0.0
     masked: bool = False
+    copies_rows: bool = False
     logits_dtype: torch.dtype = torch.float32
 
 
@@ -95,7 +96,7 @@ class Layer:
         own = shape.experts_of_rank(job.pe, job.world.num_ranks)
         share = slice(own.start, own.stop)
         self.kernel = MegaKernel(self.heap, shape, case.pipeline, self.gate_up[share].contiguous(), self.down[share].contiguous(),
-                                 bias=self.bias, **kernel)  # fmt: skip
+                                 bias=self.bias, copies_rows=case.copies_rows, **kernel)  # fmt: skip
 
     def inputs(self, call: int) -> dict[str, torch.Tensor]:
         """Tokens of scale 1 and logits; or, masked, chosen experts with -1 among them."""
@@ -217,7 +218,7 @@ def show_trace(job: NvshmemJob, case: Case) -> None:
     if layer.kernel is not None and job.pe == 0:
         trace = DeviceTrace.of(layer.kernel)
         begin, end = trace.span_ns
-        print(f"trace {case.name}: {(end - begin) / 1e3:.1f} us, busy {trace.busy_share()}")
+        print(f"trace {case.name}: {(end - begin) / 1e3:.1f} us, busy {trace.busy_share()}, tiles {trace.tiles()}")
         for name, number, first, last, spent in trace.stages():
             print(f"  {name:16s} {number:3d}  {first:8.1f} to {last:8.1f}, {spent:7.1f} us per block")
     layer.close()
@@ -264,17 +265,20 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=1, help="ranks per phase of a measurement")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
+    parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
     with NvshmemJob.join(World(options.ranks), options.slab_mib << 20, options.placement) as job:
         good = True
         if "right" in options.properties:
             for case in cases(options.ranks, options.model):
+                case = replace(case, copies_rows=options.copies_rows)
                 good &= report(job, case.name, check_case(job, case))
         if "bits" in options.properties:
             good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats))
         for spec in options.tokens.split(","):
             case = timed_case(spec, options.ranks, options.model, options.group)
+            case = replace(case, copies_rows=options.copies_rows)
             if "trace" in options.properties:
                 show_trace(job, case)
             if "time" in options.properties:
