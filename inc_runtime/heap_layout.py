@@ -81,7 +81,12 @@ class Dims:
     @property
     def direct(self) -> bool:
         """A world without switches: the ranks put their messages straight to each other, whole."""
-        return self.world.num_pes == self.num_ranks
+        return self.num_relays == 0
+
+    @property
+    def whole_message_slots(self) -> int:
+        """Slots in which a rank keeps the header of each message: a relay fills its own copy, so none where there is one."""
+        return self.depth if self.num_relays == 0 else 0
 
     @property
     def dispatch_planes(self) -> int:
@@ -108,7 +113,7 @@ class Dims:
     @property
     def rows_per_chunk(self) -> int:
         """No more than a microbatch has, so that small ones take little memory; all of it where nothing is relayed."""
-        if self.direct:
+        if self.num_relays == 0:
             return self.microbatch_tokens
         return min(max(1, MAX_CHUNK_BYTES // (self.hidden_size * self.row_element_bytes)), self.microbatch_tokens)
 
@@ -249,7 +254,7 @@ RANK = (
     Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.combine_planes, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _row, "relay", "global reduce", when=_relayed),
     _flags("partial_chunk_arrived", lambda d: (d.depth, d.combine_planes, d.num_ranks, d.combine_chunks), "relay", "this rank", when=_relayed),
     _flags("relay_credits", lambda d: (d.num_relays, d.relay_cells), "relay", "this rank", when=_relayed),
-    Region("message_header", Kind.CONTROL, lambda d: (d.depth * d.direct, d.num_ranks, HEADER_FIELDS), _int64, "this rank", "its own put", when=_relayed),
+    Region("message_header", Kind.CONTROL, lambda d: (d.whole_message_slots, d.num_ranks, HEADER_FIELDS), _int64, "this rank", "its own put", when=_relayed),
     Region("chunks_sent", Kind.CONTROL, lambda d: (d.num_relays,), _word, "this rank", "this rank", when=_relayed),
     Region("chunk_header", Kind.CONTROL, lambda d: (d.num_relays, d.relay_cells, CHUNK_FIELDS), _int64, "this rank", "its own put", when=_relayed),
     _flags("phase_opened", lambda d: (d.depth, d.combine_planes, d.num_ranks), "relay", "this rank", when=_relayed_phased),

@@ -141,6 +141,7 @@ struct Dims {
     int64_t row_element_bytes = 2;
 
     INC_HOST_DEVICE constexpr int64_t num_ranks() const { return world.num_ranks; }
+    INC_HOST_DEVICE constexpr int64_t whole_message_slots() const { return (num_relays() == 0) ? depth : 0; }
     INC_HOST_DEVICE constexpr int64_t dispatch_planes() const { return larger(world.num_dispatch_switches, 1); }
     INC_HOST_DEVICE constexpr int64_t combine_planes() const { return larger(world.num_combine_switches, 1); }
     INC_HOST_DEVICE constexpr int64_t dispatch_plane_tokens() const { return ceil_div(microbatch_tokens, dispatch_planes()); }
@@ -149,7 +150,7 @@ struct Dims {
         return (dispatch_planes() * num_ranks()) * dispatch_plane_tokens();
     }
     INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const {
-        return direct()
+        return (num_relays() == 0)
             ? microbatch_tokens
             : ((32768 / (hidden_size * row_element_bytes)) > 1)
             ? ((32768 / (hidden_size * row_element_bytes)) > microbatch_tokens)
@@ -314,7 +315,7 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::received_partial_sums: return {5, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
         case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_chunks()}};
         case RankRegion::relay_credits: return {2, {d.num_relays(), d.relay_cells()}};
-        case RankRegion::message_header: return {3, {d.depth * d.direct(), d.num_ranks(), 8}};
+        case RankRegion::message_header: return {3, {d.whole_message_slots(), d.num_ranks(), 8}};
         case RankRegion::chunks_sent: return {1, {d.num_relays()}};
         case RankRegion::chunk_header: return {3, {d.num_relays(), d.relay_cells(), 7}};
         case RankRegion::phase_opened: return {3, {d.depth, d.combine_planes(), d.num_ranks()}};
