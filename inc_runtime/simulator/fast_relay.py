@@ -17,8 +17,9 @@ from inc_runtime.simulator.fast_phases import Barrier
 from inc_runtime.simulator.fast_transfers import Action, Switches, TransferLayer
 
 CREDITS_AFTER = max(1, RELAY_CELLS * 3 // 4)
-PARTS_ON_ONE_LINK, PARTS_ON_SEVERAL = 2, 16
-"""Into how many parts at most a message is cut, in place of its chunks: enough for the order at the ports that it crosses."""
+PARTS_ON_ONE_LINK, PARTS_ON_SEVERAL, PARTS_OF_A_RANK = 2, 16, 64
+"""Into how many parts at most a message is cut, in place of its chunks: enough for the order at the ports that it crosses.
+Over several ports in turn the messages of a rank have together as many as the last says: few long ones wait for their parts."""
 
 
 @dataclass
@@ -97,7 +98,8 @@ class Relays(Switches):
         group = self.plan.scenario.ranks_per_phase
         self.phased = self.plan.scenario.model.phased
         self.rows_per_chunk = self.plan.scenario.layout.dims.rows_per_chunk
-        self.most_parts = PARTS_ON_ONE_LINK if self.plan.real and not self.network.two_level else PARTS_ON_SEVERAL
+        one_link = self.plan.real and not self.network.two_level
+        self.most_parts = PARTS_ON_ONE_LINK if one_link else max(PARTS_ON_SEVERAL, PARTS_OF_A_RANK // self.num_ranks)
         if self.phased:
             # A phase ends with the last chunk, and a place is given back after so many: none can be left out.
             self.most_parts = self.plan.scenario.layout.dims.dispatch_chunks
