@@ -1,6 +1,7 @@
 """Fast mode: one layer in milliseconds, for sweeps. The event mode's network under state machines in place of the role programs.
 
-`fast_transfers.py` has the ranks, `fast_switches.py` and `fast_phases.py` the INC switches, `fast_relay.py` the plain forms.
+`fast_transfers.py` has the ranks, `fast_switches.py` and `fast_phases.py` the INC switches, `fast_plain.py` and `fast_relay.py`
+the plain forms.
 Proved against the event mode on samples of small cases (`tests/backend/test_simulator_fast.py`); `exchanges.tested_error` states
 what those tests allow.
 """
@@ -15,7 +16,8 @@ import numpy as np
 from inc_runtime.simulator.event_mode import LayerResult, busy_shares
 from inc_runtime.simulator.exchanges import FLOWS_FROM_RANKS, flows_fit
 from inc_runtime.simulator.fast_phases import PhasedSwitches
-from inc_runtime.simulator.fast_relay import FlowSwitches, Relays
+from inc_runtime.simulator.fast_plain import FlowSwitches, Messages
+from inc_runtime.simulator.fast_relay import Relays
 from inc_runtime.simulator.fast_switches import InNetworkSwitches
 from inc_runtime.simulator.fast_transfers import Switches, TransferLayer
 from inc_runtime.simulator.plan import LayerPlan
@@ -27,7 +29,9 @@ def switches_of(plan: LayerPlan) -> Callable[[TransferLayer], Switches]:
     model = plan.scenario.model
     if model.in_network:
         return PhasedSwitches if model.phased else InNetworkSwitches
-    return FlowSwitches if plan.scenario.num_ranks >= FLOWS_FROM_RANKS and flows_fit(plan) else Relays
+    if plan.scenario.num_ranks >= FLOWS_FROM_RANKS and flows_fit(plan):
+        return FlowSwitches
+    return Messages if plan.real and plan.scenario.num_leaves == 1 and not model.phased else Relays
 
 
 def simulate_fast(plan: LayerPlan, loads: Sequence[MicrobatchLoads] | None = None) -> LayerResult:

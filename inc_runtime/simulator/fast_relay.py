@@ -1,4 +1,4 @@
-"""The relays of the plain forms in fast mode: message by message among few ranks, as aggregated flows among many."""
+"""The relays of the plain forms in fast mode: phases, emulated relays and uplinks, chunk by chunk or nearly so."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy as np
 from inc_runtime.protocol import RELAY_CELLS
 from inc_runtime.simulator.closed_forms import CHUNK as CHUNK_BYTES
 from inc_runtime.simulator.closed_forms import HEADER, WORD
-from inc_runtime.simulator.exchanges import Exchanges
 from inc_runtime.simulator.fast_phases import Barrier
 from inc_runtime.simulator.fast_transfers import Action, Switches, TransferLayer
 
 CREDITS_AFTER = max(1, RELAY_CELLS * 3 // 4)
-PARTS_ON_ONE_LINK, PARTS_ON_SEVERAL, PARTS_OF_A_RANK = 2, 16, 64
+PARTS, PARTS_OF_A_RANK = 16, 64
 """Into how many parts at most a message is cut, in place of its chunks: enough for the order at the ports that it crosses.
-Over several ports in turn the messages of a rank have together as many as the last says: few long ones wait for their parts."""
+The messages of a rank have together at least as many as the second says: few long ones wait for their parts."""
 
 
 @dataclass
@@ -53,43 +52,6 @@ class Chunk:
     last: bool
 
 
-class FlowSwitches(Switches):
-    """Many ranks: all messages of an exchange at once, as in the aggregated event mode."""
-
-    def __init__(self, layer: TransferLayer) -> None:
-        super().__init__(layer)
-        self.phased = self.plan.scenario.model.phased
-        self.exchanges = Exchanges(self.plan, self.network, lambda kind, magic, rank: layer.arrive(kind, magic - 1, rank))
-
-    def words_of(self, kind: str, number: int) -> list[int]:
-        return [1] * self.num_ranks
-
-    def send(self, rank: int, number: int) -> None:
-        def push() -> None:
-            left = self.exchanges.send_all(rank, "tokens", number + 1)
-            if self.phased:
-                self.exchanges.give_back_at(left + self.plan.leg_us)
-            self.layer.sent(rank)
-
-        if self.phased:
-            self.exchanges.ask(push)
-        else:
-            push()
-
-    def received(self, rank: int, number: int, then: Action) -> None:
-        if self.phased and self.plan.scenario.pipeline.barrier_after_dispatch:
-            self.exchanges.join_barrier(number + 1, then)
-        else:
-            then()
-
-    def publish(self, rank: int, number: int) -> None:
-        if self.phased:
-            self.exchanges.publish_in_phases(rank, number + 1, lambda: self.layer.published(rank))
-        else:
-            self.exchanges.send_all(rank, "sums", number + 1)
-            self.layer.published(rank)
-
-
 class Relays(Switches):
     """A message of every rank to every rank, in chunks that a relay forwards as they land."""
 
@@ -98,8 +60,7 @@ class Relays(Switches):
         group = self.plan.scenario.ranks_per_phase
         self.phased = self.plan.scenario.model.phased
         self.rows_per_chunk = self.plan.scenario.layout.dims.rows_per_chunk
-        one_link = self.plan.real and not self.network.two_level
-        self.most_parts = PARTS_ON_ONE_LINK if one_link else max(PARTS_ON_SEVERAL, PARTS_OF_A_RANK // self.num_ranks)
+        self.most_parts = max(PARTS, PARTS_OF_A_RANK // self.num_ranks)
         if self.phased:
             # A phase ends with the last chunk, and a place is given back after so many: none can be left out.
             self.most_parts = self.plan.scenario.layout.dims.dispatch_chunks

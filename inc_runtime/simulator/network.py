@@ -50,7 +50,7 @@ class Network:
         self.leaf_inputs: dict[tuple[int, ...], list[tuple[float, float]]] = defaultdict(list)
         self.leaf_outputs: dict[tuple[str | int, ...], tuple[float, float]] = {}
 
-    def _occupy(self, port: tuple[str, int], earliest: float, duration: float) -> float:
+    def occupy(self, port: tuple[str, int], earliest: float, duration: float) -> float:
         """Book `duration` on a port. Returns the start."""
         start = max(earliest, self.free[port])
         self.free[port] = start + duration
@@ -66,7 +66,7 @@ class Network:
         """A rank sends `num_bytes` into a switch; `arrived` runs when the switch may act on them."""
         plan = self.plan
         duration = num_bytes / plan.port
-        start = self._occupy(("up", rank), self.now(), duration)
+        start = self.occupy(("up", rank), self.now(), duration)
         head, tail = start + min(plan.packet_us, duration) + plan.leg_us, start + duration + plan.leg_us
         if not plan.real:
             self.at(head, lambda: self._into_emulated(rank, switch, num_bytes, magic, tail, arrived, relayed))
@@ -92,7 +92,7 @@ class Network:
     ) -> None:
         plan = self.plan
         duration = num_bytes / plan.switch_port
-        start = self._occupy(("switch_in", self.port_of(switch)), self.now(), duration)
+        start = self.occupy(("switch_in", self.port_of(switch)), self.now(), duration)
         tail = max(tail, start + duration)
         self._note(switch, rank, magic, tail, relayed)
         self.at(start + min(plan.packet_us, duration) if plan.cut_through and not relayed else tail, arrived)
@@ -100,7 +100,7 @@ class Network:
     def _up_to_spine(self, rank: int, switch: int, num_bytes: float, magic: int, tail: float, arrived: Action) -> None:
         plan = self.plan
         duration = num_bytes / plan.uplink
-        start = self._occupy(("leaf_up", rank // self.leaf_size), self.now(), duration)
+        start = self.occupy(("leaf_up", rank // self.leaf_size), self.now(), duration)
         tail = max(tail, start + duration) + plan.uplink_us
         self._note(switch, rank, magic, tail, False)
         self.at(start + plan.uplink_us if plan.cut_through else tail, arrived)
@@ -140,11 +140,11 @@ class Network:
     def _between_leaves(self, source: int, rank: int, num_bytes: float, input_tail: float, landed: Action) -> float:
         """A relayed chunk over both uplinks, to a rank of another leaf."""
         plan, leaf, duration = self.plan, rank // self.leaf_size, num_bytes / self.plan.uplink
-        up = self._occupy(("leaf_up", source), self.now(), duration)
+        up = self.occupy(("leaf_up", source), self.now(), duration)
         left = max(up + duration, input_tail)
 
         def reach_leaf() -> None:
-            start = self._occupy(("leaf_down", leaf), self.now(), duration)
+            start = self.occupy(("leaf_down", leaf), self.now(), duration)
             tail = max(start + duration, left + plan.uplink_us) + plan.uplink_us
             self._down_at(start + plan.uplink_us, rank, num_bytes, tail, landed)
 
@@ -166,7 +166,7 @@ class Network:
                 owners = slice(leaf * self.leaf_size, (leaf + 1) * self.leaf_size) if part < 0 else slice(part, part + 1)
                 num_bytes = int(loads.leaf_up[owners].sum()) * plan.combine_row_bytes
             duration = num_bytes / plan.uplink
-            start = self._occupy(("leaf_down", leaf), self.now(), duration)
+            start = self.occupy(("leaf_down", leaf), self.now(), duration)
             tail = max(start + duration, input_tail) + plan.uplink_us
             self.leaf_outputs[key] = (start + plan.uplink_us if plan.cut_through else tail), tail
         return self.leaf_outputs[key]
@@ -180,7 +180,7 @@ class Network:
     def _down(self, rank: int, num_bytes: float, input_tail: float, landed: Action) -> float:
         plan = self.plan
         duration = num_bytes / plan.port
-        start = self._occupy(("down", rank), self.now(), duration)
+        start = self.occupy(("down", rank), self.now(), duration)
         left = max(start + duration, input_tail + min(plan.packet_us, duration))
         self.at(left + plan.leg_us, landed)
         return left
@@ -188,12 +188,12 @@ class Network:
     def _out_of_emulated(self, switch: int, rank: int, num_bytes: float, input_tail: float, landed: Action) -> float:
         plan = self.plan
         duration = num_bytes / plan.switch_port
-        start = self._occupy(("switch_out", self.port_of(switch)), self.now(), duration)
+        start = self.occupy(("switch_out", self.port_of(switch)), self.now(), duration)
         left = max(start + duration, input_tail)
 
         def reach_rank() -> None:
             ingress = num_bytes / plan.port
-            begin = self._occupy(("down", rank), self.now(), ingress)
+            begin = self.occupy(("down", rank), self.now(), ingress)
             self.at(max(begin + ingress, left + plan.leg_us), landed)
 
         self.at(start + plan.leg_us, reach_rank)
@@ -206,10 +206,10 @@ class Network:
             self.at(self.now(), landed)
             return
         duration = num_bytes / plan.switch_port
-        start = self._occupy(("switch_out", self.port_of(switch)), self.now(), duration)
+        start = self.occupy(("switch_out", self.port_of(switch)), self.now(), duration)
 
         def reach_peer() -> None:
-            begin = self._occupy(("switch_in", self.port_of(peer)), self.now(), duration)
+            begin = self.occupy(("switch_in", self.port_of(peer)), self.now(), duration)
             self.at(begin + duration, landed)
 
         self.at(start + plan.leg_us, reach_peer)
@@ -231,7 +231,7 @@ class Network:
 
         def read() -> None:
             duration = num_bytes / plan.port
-            start = self._occupy(("up", rank), self.now(), duration)
+            start = self.occupy(("up", rank), self.now(), duration)
             head, tail = start + min(plan.packet_us, duration) + plan.leg_us, start + duration + plan.leg_us
             if not plan.real:
                 self.at(head, lambda: self._pulled_into_emulated(switch, num_bytes, tail, arriving))
@@ -244,7 +244,7 @@ class Network:
 
     def _pulled_into_emulated(self, switch: int, num_bytes: float, tail: float, arriving: Callable[[float, float], None]) -> None:
         duration = num_bytes / self.plan.switch_port
-        start = self._occupy(("switch_in", self.port_of(switch)), self.now(), duration)
+        start = self.occupy(("switch_in", self.port_of(switch)), self.now(), duration)
         arriving(start, max(tail, start + duration))
 
     def _reduce_in_leaf(
@@ -268,6 +268,6 @@ class Network:
         heads, tails = zip(*self.leaf_inputs.pop((leaf, magic, phase.served if phase else -1)), strict=True)
         crossing = loads.leaf_down[leaf] if phase is None else loads.leaf_rows[phase.owners, leaf].sum()
         duration = int(crossing) * plan.combine_row_bytes / plan.uplink
-        start = self._occupy(("leaf_up", leaf), max(heads) if plan.cut_through else max(tails), duration)
+        start = self.occupy(("leaf_up", leaf), max(heads) if plan.cut_through else max(tails), duration)
         end = max(start + duration, max(tails)) + plan.uplink_us
         arriving(start + plan.uplink_us if plan.cut_through else end, end)

@@ -16,7 +16,8 @@ from inc_runtime.simulator.calibration import load_calibration
 from inc_runtime.simulator.event_mode import LayerResult, simulate_layer
 from inc_runtime.simulator.exchanges import FLOWS_FROM_RANKS, flows_fit
 from inc_runtime.simulator.fast_mode import drawn_loads, simulate_fast, sweep
-from inc_runtime.simulator.fast_relay import FlowSwitches, Relays
+from inc_runtime.simulator.fast_plain import FlowSwitches
+from inc_runtime.simulator.fast_relay import Relays
 from inc_runtime.simulator.fast_transfers import TransferLayer
 from inc_runtime.simulator.plan import LayerPlan
 from inc_runtime.simulator.scenario import Forwarding, NetworkSpec, Scenario, SwitchKind, TopologyKind, Wire
