@@ -47,6 +47,9 @@ class Packet(enum.IntEnum):
     # And in the phased models.
     PLACE_GRANTED = 8
     PHASE_OPENED = 9
+    # Of the layer, by set of grouped rows in place of the slot.
+    ROWS_TALLIED = 11
+    ROWS_GROUPED = 12
 
 
 class ExchangeMode(enum.IntEnum):
