@@ -1,6 +1,6 @@
 """Builds a kernel file into a cubin with nvcc and nvlink, and keeps it by a hash of all that went in.
 
-The key covers every device source of the project, the generated headers, the options and, where NVSHMEM's device library is
+The key covers the runtime's and the switches' device sources, all that lie beside the source, the generated headers, the options and, where NVSHMEM's device library is
 linked, its version. Entries are written under another name and renamed, under a lock, so that several processes of one job build
 once. A linked cubin contains NVSHMEM code, which is proprietary: it stays in the cache of the machine that built it.
 """
@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from inc_runtime.errors import BuildError
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_FOLDERS = (ROOT / "inc_runtime" / "device", ROOT / "switch_emulator" / "device")
 NVSHMEM_PACKAGE = "nvidia-nvshmem-cu13"
+SOURCE_SUFFIXES = (".cu", ".cuh", ".h")
 BUILD_LIMIT_S = 600
 
 
@@ -78,31 +80,38 @@ def _options(verbs: Verbs, arch: str) -> list[str]:
     return [*options, "-DINC_VERBS_NVSHMEM"] if verbs is Verbs.NVSHMEM else options
 
 
-def _key(source: Path, verbs: Verbs, arch: str) -> str:
+def _key(source: Path, verbs: Verbs, arch: str, headers: Mapping[str, str] | None = None) -> str:
     digest = hashlib.sha256(repr((source.name, _options(verbs, arch))).encode())
     if verbs is Verbs.NVSHMEM:
         digest.update(importlib.metadata.version(NVSHMEM_PACKAGE).encode())
-    digest.update(header_text().encode())
-    for folder in DEVICE_FOLDERS:
-        for path in sorted(folder.glob("*.cu*")) + sorted(folder.glob("*.h")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for name, text in (headers or {}).items():
+        digest.update(name.encode() + b"\0" + text.encode())
+    folders = {*DEVICE_FOLDERS, source.parent}
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCE_SUFFIXES):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
 
 
-def build(source: Path, verbs: Verbs = Verbs.DIRECT, arch: str = "sm_90a") -> Built:
-    """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words."""
+def build(
+    source: Path, verbs: Verbs = Verbs.DIRECT, arch: str = "sm_90a", *, headers: Mapping[str, str] | None = None
+) -> Built:
+    """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words.
+
+    `headers`: generated files by name, which the source may include beside `arguments.h`.
+    """
+    headers = {"arguments.h": header_text(), **(headers or {})}
     folder = Path(Environment.read().cache_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, verbs, arch)}"
+    entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, verbs, arch, headers)}"
     cubin, report = entry.with_suffix(".cubin"), entry.with_suffix(".txt")
     with open(entry.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not cubin.exists():
-            _compile(source, verbs, arch, cubin, report)
+            _compile(source, verbs, arch, headers, cubin, report)
     return Built(cubin, report.read_text(encoding="utf-8"))
 
 
-def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -> None:
+def _compile(source: Path, verbs: Verbs, arch: str, headers: Mapping[str, str], cubin: Path, report: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise BuildError(
@@ -110,7 +119,8 @@ def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -
         )
     with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:
         work = Path(folder)
-        (work / "arguments.h").write_text(header_text(), encoding="utf-8")
+        for name, text in headers.items():
+            (work / name).write_text(text, encoding="utf-8")
         includes, libraries = [f"-I{work}", *(f"-I{device}" for device in DEVICE_FOLDERS)], []
         if verbs is Verbs.NVSHMEM:
             includes.append(f"-I{nvshmem_folder() / 'include'}")

@@ -48,13 +48,14 @@ class ExchangeMode(enum.IntEnum):
     COMBINE = 2
 
 
-def _struct(*fields: tuple) -> np.dtype:
+def struct(*fields: tuple) -> np.dtype:
+    """A structure laid out as C does: (name, type) or (name, type, shape) for each member."""
     return np.dtype(list(fields), align=True)
 
 
-PLACE = _struct(("offset", "<u8"), ("stride", "<u8", (MAX_AXES,)))
+PLACE = struct(("offset", "<u8"), ("stride", "<u8", (MAX_AXES,)))
 
-ERROR_RECORD = _struct(
+ERROR_RECORD = struct(
     ("state", "<u4"),  # 1 once the record is whole
     ("kind", "<u4"),
     ("tag", "<u4"),
@@ -67,7 +68,7 @@ ERROR_RECORD = _struct(
     ("field", "<i4"),
 )
 
-WORKSPACE = _struct(
+WORKSPACE = struct(
     ("error_claimed", "<u4"),
     ("rows_sent", "<u8"),  # token rows that left this PE, each copy counted
     ("rows_pulled", "<u8"),
@@ -79,7 +80,7 @@ WORKSPACE = _struct(
     ("counted_rows", "<u4", (MAX_DEPTH, MAX_SWITCH_BLOCKS, MAX_RANKS)),
 )
 
-HEAP = _struct(
+HEAP = struct(
     *((name, PLACE, (len(REGIONS[role]),)) for role, name in PLACES.items()),
     ("base", "<u8", (MAX_PES,)),  # this PE's mapping of every PE's slab
     ("workspace", "<u8"),
@@ -101,18 +102,18 @@ HEAP = _struct(
     ("selective", "<i4"),
 )
 
-SWITCH_MOMENT = _struct(("magic", "<u8"), ("arrived", "<u8"), ("done", "<u8"), ("num_tokens", "<u8"))
+SWITCH_MOMENT = struct(("magic", "<u8"), ("arrived", "<u8"), ("done", "<u8"), ("num_tokens", "<u8"))
 
-SWITCH_ARGUMENTS = _struct(
+SWITCH_ARGUMENTS = struct(
     ("timeline", "<u8"),  # SwitchMoment [timeline_length], nanoseconds of this GPU's clock; 0: none
     ("timeline_length", "<u4"),
     ("rank_order", "<i4"),
     ("replay_plan", "<i4"),  # benchmark of the combine alone: the plan of an earlier microbatch serves again
 )
 
-EXCHANGE_MOMENT = _struct(("push", "<u8"), ("rows", "<u8"), ("publish", "<u8"), ("sums", "<u8"))
+EXCHANGE_MOMENT = struct(("push", "<u8"), ("rows", "<u8"), ("publish", "<u8"), ("sums", "<u8"))
 
-EXCHANGE_RESULT = _struct(
+EXCHANGE_RESULT = struct(
     ("wrong_rows", "<u8"),
     ("wrong_sums", "<u8"),
     ("clock_begin", "<u8"),
@@ -121,7 +122,7 @@ EXCHANGE_RESULT = _struct(
     ("timer_end", "<u8"),
 )
 
-EXCHANGE_ARGUMENTS = _struct(
+EXCHANGE_ARGUMENTS = struct(
     # the call
     ("tokens", "<u8"),  # [num_tokens, H] bfloat16
     ("expert_ids", "<u8"),  # [num_tokens, k] int32
@@ -157,7 +158,8 @@ STRUCTS = {
 C_TYPES = {"<u4": "uint32_t", "<i4": "int32_t", "<u8": "uint64_t", "<i8": "int64_t"}
 
 
-def _c_struct(name: str, dtype: np.dtype) -> str:
+def c_struct(name: str, dtype: np.dtype) -> str:
+    """The C text of a structure; members that are structures themselves are looked up in `STRUCTS`."""
     lines = []
     for field in dtype.names or ():
         member = dtype.fields[field][0]  # type: ignore[index]
@@ -167,7 +169,8 @@ def _c_struct(name: str, dtype: np.dtype) -> str:
     return f"struct {name} {{\n" + "\n".join(lines) + f"\n}};\nstatic_assert(sizeof({name}) == {dtype.itemsize});\n"
 
 
-def _c_enum(kind: type[enum.IntEnum]) -> str:
+def c_enum(kind: type[enum.IntEnum]) -> str:
+    """The C text of an enum of the same name."""
     members = "".join(f"    {member.name} = {int(member)},\n" for member in kind)
     return f"enum class {kind.__name__} : int {{\n{members}}};\n"
 
@@ -183,8 +186,8 @@ def header_text() -> str:
             "namespace inc {",
             *(f"constexpr int {name} = {value};" for name, value in limits.items()),
             "",
-            *(_c_enum(kind) for kind in (ErrorKind, Packet, ExchangeMode)),
-            *(_c_struct(name, dtype) for name, dtype in STRUCTS.items()),
+            *(c_enum(kind) for kind in (ErrorKind, Packet, ExchangeMode)),
+            *(c_struct(name, dtype) for name, dtype in STRUCTS.items()),
             "}  // namespace inc",
             "",
         ]

@@ -1,0 +1,148 @@
+"""How the Baseline's packets and partial sums travel: an `Exchange` of blocks, and the one over the library's collectives.
+
+A block for a rank is a header with the number of packets, then the packets (`baseline_arguments.py`); partial sums come back as
+rows in the order of the packets. A rank's block for itself is written where it would be received, so it never travels.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megakernel.baseline_arguments import HEADER_BYTES
+from megakernel.launch_baseline import Allocate
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of one layer's blocks, each for at most `bound_tokens` packets."""
+
+    bound_tokens: int
+    packet_bytes: int
+    row_bytes: int
+
+    def packets(self, count: int) -> int:
+        """Bytes of a block of `count` packets."""
+        return HEADER_BYTES + count * self.packet_bytes
+
+    def rows(self, count: int) -> int:
+        """Bytes of `count` partial sums."""
+        return count * self.row_bytes
+
+
+@dataclass(frozen=True)
+class BlockAddresses:
+    """Device addresses by rank: where packets for it are written and where its packets arrive; the same of partial sums."""
+
+    send: list[int]
+    received: list[int]
+    partial: list[int]
+    returned: list[int]
+
+
+class Exchange(Protocol):
+    """Carries blocks between the ranks, on the current stream. Collective: every rank calls, in the same order."""
+
+    rank: int
+    num_ranks: int
+    blocks: BlockAddresses
+    sent_counts: torch.Tensor
+    """[num_ranks] int32: packets for each rank, written by the pack kernel."""
+
+    def dispatch(self, bound_tokens: int) -> None:
+        """Packets to their ranks; no rank brought more than `bound_tokens` tokens."""
+        ...
+
+    def combine(self, bound_tokens: int) -> None:
+        """Partial sums back to the ranks whose packets they answer."""
+        ...
+
+
+class Counting(enum.Enum):
+    """How many packets of a block are sent.
+
+    `BOUNDED`: as many as the bound allows; the host never waits for the GPU. `COUNTED`: those that there are; the counts are
+    traded first, and the host waits for them.
+    """
+
+    BOUNDED = "bounded"
+    COUNTED = "counted"
+
+
+class BlockMemory:
+    """The blocks of one rank, by the rank at the other end. Its own are shared by both sides: written where they are read."""
+
+    def __init__(self, rank: int, num_ranks: int, sizes: BlockSizes, allocate: Allocate) -> None:
+        everyone = list(range(num_ranks))
+        peers = [other for other in everyone if other != rank]
+        packets, rows = sizes.packets(sizes.bound_tokens), sizes.rows(sizes.bound_tokens)
+        self.received = self._carve(allocate, packets, everyone)
+        self.returned = self._carve(allocate, rows, everyone)
+        self.send = self._carve(allocate, packets, peers) | {rank: self.received[rank]}
+        self.partial = self._carve(allocate, rows, peers) | {rank: self.returned[rank]}
+
+    @staticmethod
+    def _carve(allocate: Allocate, num_bytes: int, ranks: list[int]) -> dict[int, torch.Tensor]:
+        stride = -(-num_bytes // 256) * 256
+        memory = allocate(max(stride * len(ranks), 16))
+        return {rank: memory[i * stride : i * stride + num_bytes] for i, rank in enumerate(ranks)}
+
+    @property
+    def addresses(self) -> BlockAddresses:
+        kinds = self.send, self.received, self.partial, self.returned
+        return BlockAddresses(*([blocks[rank].data_ptr() for rank in sorted(blocks)] for blocks in kinds))
+
+
+class LibraryExchange:
+    """Blocks over torch.distributed's all-to-all (NCCL). Its memory is allocated once, for the bound of the layer."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        sizes: BlockSizes,
+        allocate: Allocate,
+        counting: Counting = Counting.BOUNDED,
+    ) -> None:
+        self.group, self.sizes, self.counting = group, sizes, counting
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.memory = BlockMemory(self.rank, self.num_ranks, sizes, allocate)
+        self.blocks = self.memory.addresses
+        self._counts = allocate(2 * 4 * self.num_ranks).view(torch.int32).view(2, self.num_ranks)
+        self.sent_counts = self._counts[0]
+        self._packets: tuple[list[int], list[int]] = ([], [])  # sent to and received from each rank, of the last dispatch
+
+    def dispatch(self, bound_tokens: int) -> None:
+        """See `Exchange`. With `COUNTED`, the host waits for the counts here."""
+        self._packets = ([bound_tokens] * self.num_ranks, [bound_tokens] * self.num_ranks)
+        if self.counting is Counting.COUNTED:
+            dist.all_to_all_single(self._counts[1], self._counts[0], group=self.group)
+            sent, received = self._counts.tolist()
+            self._packets = sent, received
+        self._all_to_all(self.memory.received, self.memory.send, self.sizes.packets, *reversed(self._packets))
+
+    def combine(self, bound_tokens: int) -> None:
+        """See `Exchange`. Follows the counts of the dispatch before."""
+        self._all_to_all(self.memory.returned, self.memory.partial, self.sizes.rows, *self._packets)
+
+    def _all_to_all(
+        self,
+        targets: dict[int, torch.Tensor],
+        sources: dict[int, torch.Tensor],
+        num_bytes: Callable[[int], int],
+        counts_in: list[int],
+        counts_out: list[int],
+    ) -> None:
+        if self.num_ranks == 1:
+            return
+        nothing = self.memory.received[self.rank][:0]
+        incoming, outgoing = [nothing] * self.num_ranks, [nothing] * self.num_ranks
+        for peer in range(self.num_ranks):
+            if peer != self.rank:
+                incoming[peer] = targets[peer][: num_bytes(counts_in[peer])]
+                outgoing[peer] = sources[peer][: num_bytes(counts_out[peer])]
+        dist.all_to_all(incoming, outgoing, group=self.group)
