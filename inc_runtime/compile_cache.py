@@ -1,8 +1,9 @@
 """Builds a kernel file into a cubin with nvcc and nvlink, and keeps it by a hash of all that went in.
 
-The key covers the runtime's and the switches' device sources, all that lie beside the source, the generated headers, the options and, where NVSHMEM's device library is
-linked, its version. Entries are written under another name and renamed, under a lock, so that several processes of one job build
-once. A linked cubin contains NVSHMEM code, which is proprietary: it stays in the cache of the machine that built it.
+The key covers the device sources of the runtime and the switches, all sources beside the one that is built, the generated
+headers, the options and, where NVSHMEM's device library is linked, its version. Entries are written under another name and
+renamed, under a lock, so that several processes of one job build once. A linked cubin contains NVSHMEM code, which is
+proprietary: it stays in the cache of the machine that built it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-import numpy as np
-
 from inc_runtime.config import LayerShape, Router
 from inc_runtime.device.arguments import MAX_RANKS, c_enum, c_struct, struct
 
