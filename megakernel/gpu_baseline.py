@@ -109,6 +109,7 @@ class GpuBaseline:
         self.grouped = self._memory["grouped"].view(torch.bfloat16).view(pairs, shape.hidden_size)
         self.activations = self._memory["activations"].view(torch.bfloat16).view(pairs, shape.intermediate_size)
         self.expert_ends = self._memory["expert_ends"][: 4 * num_local].view(torch.int32)
+        self.records = self._memory["records"].view(torch.int32).view(bound, 2 * shape.top_k)
 
     def raise_on_error(self) -> None:
         """Raise ConfigurationError if a finished call met an error that only the GPU could see."""

@@ -55,7 +55,7 @@ class MoELayer:
     ) -> None:
         self.dtype = TORCH_DTYPES[pipeline.row_format]
         self.implementation = implementation
-        self._gpu: GpuLayer | None = None
+        self.gpu: GpuLayer | None = None
         if isinstance(backend, HostPe):
             self._pe: HostPe | None = backend
             self.model = backend.layout.dims.model
@@ -82,7 +82,7 @@ class MoELayer:
             check_model(implementation, self.model)
             if experts.gate_up.device.type == "cuda":
                 checked = None if bias is None else torch.from_numpy(_checked_bias(bias, shape))
-                self._gpu = GpuLayer(shape, pipeline, backend, experts, checked, self.model)
+                self.gpu = GpuLayer(shape, pipeline, backend, experts, checked, self.model)
                 return
             self.trace = OpTrace(torch.distributed.get_rank(backend))
             self._library = LibraryGroup(backend, self.trace)
@@ -106,8 +106,9 @@ class MoELayer:
         """Run the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
 
         `hidden_states` [N, H] on the CPU (or the experts' GPU) in the pipeline's row format, bfloat16 or float32, N between 0
-        and the pipeline's bound; `router_logits` [N, E], any float dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1 where a choice does
-        not count, with `weights` [N, k] float. Returns [N, H] in the caller's memory: `out` if given, never a view of a slot.
+        and the pipeline's bound; `router_logits` [N, E], any float dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1
+        where a choice does not count, with `weights` [N, k] float. Returns [N, H] in the caller's memory: `out` if given, never
+        a view of a slot.
 
         `bound_tokens`: the most tokens that any rank brings to this call, if all ranks know it: no more microbatches than it
         needs are run. Equal on all ranks, at most the pipeline's bound, which is the default.
@@ -116,8 +117,8 @@ class MoELayer:
         """
         if (router_logits is None) == (expert_ids is None) or (expert_ids is None) != (weights is None):
             raise ConfigurationError("give either router_logits, or both expert_ids and weights, not both forms.")
-        if self._gpu is not None:
-            return self._gpu(hidden_states, router_logits, expert_ids, weights, out, bound_tokens)
+        if self.gpu is not None:
+            return self.gpu(hidden_states, router_logits, expert_ids, weights, out, bound_tokens)
         call = self.call if bound_tokens is None else _bounded(self.call, bound_tokens)
         shape = call.shape
         self._check_hidden_states(hidden_states, call.pipeline.bound_tokens)
@@ -145,6 +146,11 @@ class MoELayer:
         else:
             run_baseline(self._library, call, self.model, self._experts, given, target)
         return out
+
+    def raise_on_error(self) -> None:
+        """Raise ConfigurationError for what only the GPU could see in a call that has finished; on the host there is nothing."""
+        if self.gpu is not None:
+            self.gpu.baseline.raise_on_error()
 
     def _check_hidden_states(self, hidden_states: torch.Tensor, bound: int) -> None:
         shape = self.call.shape

@@ -2,8 +2,9 @@
 // block is one process. Slow, and only as strict as x86 is; it runs the index arithmetic of kernels where there is no GPU.
 #pragma once
 
+#include <pthread.h>
+
 #include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,13 +27,18 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 
+struct Meeting {
+  explicit Meeting(unsigned threads) { pthread_barrier_init(&barrier, nullptr, threads); }
+  void wait() { pthread_barrier_wait(&barrier); }
+  pthread_barrier_t barrier;
+};
 struct Warp {
-  std::barrier<> meet{32};
+  Meeting meet{32};
   uint64_t said[32];
 };
 struct Block {
-  explicit Block(int threads) : meet(threads), warps(new Warp[threads / 32]) {}
-  std::barrier<> meet;
+  explicit Block(unsigned threads) : meet(threads), warps(new Warp[threads / 32]) {}
+  Meeting meet;
   Warp* warps;
 };
 inline thread_local Index threadIdx, blockIdx;
@@ -46,10 +52,10 @@ auto after_all_lanes(T value, Answer answer) {
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
   warp.said[threadIdx.x % 32] = bits;
-  warp.meet.arrive_and_wait();
+  warp.meet.wait();
   T all[32];
   for (int lane = 0; lane < 32; ++lane) std::memcpy(&all[lane], &warp.said[lane], sizeof(T));
-  warp.meet.arrive_and_wait();
+  warp.meet.wait();
   return answer(all);
 }
 
@@ -84,8 +90,8 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 inline int __reduce_min_sync(unsigned, int value) {
   return after_all_lanes(value, [](const int* all) { return *std::min_element(all, all + 32); });
 }
-inline void __syncwarp() { block->warps[threadIdx.x / 32].meet.arrive_and_wait(); }
-inline void __syncthreads() { block->meet.arrive_and_wait(); }
+inline void __syncwarp() { block->warps[threadIdx.x / 32].meet.wait(); }
+inline void __syncthreads() { block->meet.wait(); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned long long atomicCAS_system(unsigned long long* word, unsigned long long expected, unsigned long long wanted) {
   __atomic_compare_exchange_n(word, &expected, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);

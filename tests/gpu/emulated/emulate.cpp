@@ -39,7 +39,7 @@ Kernel find(const char* name) {
 }
 
 void run_block(Kernel kernel, const inc::BaselineArguments& arguments, unsigned number, unsigned num_threads) {
-  block = new Block(int(num_threads));
+  block = new Block(num_threads);
   std::vector<std::thread> threads;
   for (unsigned t = 0; t < num_threads; ++t)
     threads.emplace_back([&, t] {
