@@ -79,7 +79,6 @@ def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, records: Callable
     )
     gate_up, down = deep_gemm.transform_weights_for_mega_moe_sm90(fp8_blocks(own.gate_up), fp8_blocks(own.down))
     ids, weights = records()
-    ids = ids.to(buffer.topk_idx.dtype)
 
     def run() -> None:
         deep_gemm.mega_moe_pre_dispatch_sm90(
