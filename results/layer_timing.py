@@ -67,7 +67,8 @@ class StageClock:
         self._runs[-1].append((stage, event))
 
     def run(self, function: Callable[[], object], repeats: int) -> None:
-        function()
+        self._runs = [[]]
+        function()  # warms up
         self._runs = []
         for _ in range(repeats):
             self._runs.append([])
