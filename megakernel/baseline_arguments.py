@@ -48,6 +48,7 @@ BASELINE_ARGUMENTS = struct(
     ("output", "<u8"),  # [num_tokens, H] bfloat16
     # tensors between the stages
     ("records", "<u8"),  # [num_tokens] of k ids (int32), k weights (float32)
+    ("token_ranks", "<u8"),  # [num_tokens] uint32: the ranks that get the token
     ("slots", "<u8"),  # [num_tokens, W] int32
     ("grouped", "<u8"),  # [pairs, H] bfloat16
     ("pair_positions", "<u8"),  # [received rows, k] int32
@@ -62,9 +63,7 @@ BASELINE_ARGUMENTS = struct(
     ("returned_blocks", "<u8", (MAX_RANKS,)),
     # what blocks of one launch tell each other
     ("sent_counts", "<u8"),  # [W] int32
-    ("pack_counts", "<u8"),  # [W, blocks] int32
     ("group_counts", "<u8"),  # [local experts, blocks] int32
-    ("pack_barrier", "<u8"),
     ("group_barrier", "<u8"),
     ("error_word", "<u8"),  # pinned host memory
     # sizes
@@ -74,6 +73,8 @@ BASELINE_ARGUMENTS = struct(
     ("hidden_size", "<i4"),
     ("intermediate_size", "<i4"),
     ("num_ranks", "<i4"),
+    ("smaller_share", "<i4"),  # E div W: the experts of most ranks
+    ("larger_ranks", "<i4"),  # E mod W: the first ranks hold one more
     ("first_expert", "<i4"),
     ("num_local_experts", "<i4"),
     ("packet_bytes", "<i4"),

@@ -1,6 +1,6 @@
 // The kernels of the Baseline: one per stage, whole tensors between them. The matrix products (stages 4 and 6) and the two
 // collectives are library calls; launch_baseline.py launches these, gpu_baseline.py has the order.
-// All arguments travel in one structure (baseline_arguments.py); every kernel takes any grid, but pack and group meet in a
+// All arguments travel in one structure (baseline_arguments.py); every kernel takes any grid, but the blocks of group meet in a
 // barrier over the grid and must be resident as a whole.
 #include "baseline_stages/activate.cuh"
 #include "baseline_stages/group.cuh"
@@ -16,9 +16,9 @@ constexpr int STREAM_THREADS = 512;  // the others
 #define BASELINE_KERNEL(name, threads) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ inc::BaselineArguments arguments)
 
-BASELINE_KERNEL(route_64_experts, inc::STREAM_THREADS) { inc::route<2>(arguments); }
-BASELINE_KERNEL(route_128_experts, inc::STREAM_THREADS) { inc::route<4>(arguments); }
-BASELINE_KERNEL(route_256_experts, inc::STREAM_THREADS) { inc::route<8>(arguments); }
+BASELINE_KERNEL(route_64_experts, inc::STREAM_THREADS) { inc::route<8>(arguments); }
+BASELINE_KERNEL(route_128_experts, inc::STREAM_THREADS) { inc::route<16>(arguments); }
+BASELINE_KERNEL(route_256_experts, inc::STREAM_THREADS) { inc::route<32>(arguments); }
 BASELINE_KERNEL(route_given, inc::STREAM_THREADS) { inc::route_given(arguments); }
 BASELINE_KERNEL(pack, inc::MOVER_THREADS) {
   __shared__ inc::PackShared shared;

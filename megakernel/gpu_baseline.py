@@ -83,6 +83,7 @@ class GpuBaseline:
         a["bias"] = 0 if bias is None else bias.data_ptr()
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
             a[name] = getattr(shape, name)
+        a["smaller_share"], a["larger_ranks"] = divmod(shape.num_experts, exchange.num_ranks)
         a["num_ranks"], a["first_expert"] = exchange.num_ranks, experts.experts.start
         a["num_local_experts"], a["packet_bytes"] = len(experts.experts), sizes.packet_bytes
         a["router"], a["renormalize"] = RouterKind.of(shape, bias is not None), shape.renormalize
@@ -93,19 +94,17 @@ class GpuBaseline:
         pairs = rows * shape.top_k
         num_bytes = {
             "records": bound * record_bytes(shape.top_k),
+            "token_ranks": 4 * bound,
             "slots": 4 * bound * num_ranks,
             "grouped": 2 * pairs * shape.hidden_size,
             "pair_positions": 4 * pairs,
             "expert_ends": 4 * num_local,
             "activations": 2 * pairs * shape.intermediate_size,
-            "pack_counts": 4 * num_ranks * blocks,
             "group_counts": 4 * num_local * blocks,
-            "pack_barrier": 8,
             "group_barrier": 8,
         }
         self._memory = {name: allocate(max(size, 16)) for name, size in num_bytes.items()}
-        for name in ("pack_barrier", "group_barrier"):
-            self._memory[name].zero_()
+        self._memory["group_barrier"].zero_()
         self.grouped = self._memory["grouped"].view(torch.bfloat16).view(pairs, shape.hidden_size)
         self.activations = self._memory["activations"].view(torch.bfloat16).view(pairs, shape.intermediate_size)
         self.expert_ends = self._memory["expert_ends"][: 4 * num_local].view(torch.int32)

@@ -89,7 +89,7 @@ class GpuLayer:
         check_experts(experts, shape, shape.experts_of_rank(rank, num_ranks))
         check_gpu(self.device)
         kernels, sizes = GpuKernels(), block_sizes(shape, pipeline.bound_tokens)
-        exchange = LibraryExchange(group, sizes, kernels.allocate, counting)
+        exchange = LibraryExchange(group, sizes, counting)
         on_gpu = None if bias is None else bias.to(self.device)
         self.baseline = GpuBaseline(shape, exchange, sizes, kernels, experts, on_gpu)
 

@@ -29,7 +29,7 @@ FP8_BOUND = 0.09
 def make_baseline(case: Case, experts: Experts, kernels: GpuKernels, counting: Counting) -> GpuBaseline:
     """The Baseline with memory for `case.num_tokens` on each rank."""
     sizes = block_sizes(case.shape, case.num_tokens)
-    exchange = LibraryExchange(None, sizes, kernels.allocate, counting)
+    exchange = LibraryExchange(None, sizes, counting)
     return GpuBaseline(case.shape, exchange, sizes, kernels, experts.own(dist.get_rank(), dist.get_world_size()))
 
 

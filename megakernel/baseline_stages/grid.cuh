@@ -50,17 +50,4 @@ __device__ __forceinline__ CountSums sum_over_blocks(const int32_t* counts) {
   return sums;
 }
 
-// Items of one list, dealt to the blocks in order and within a block to its warps in order, so that few items still
-// reach all blocks: this warp's are [first, last).
-struct Share {
-  int first, last;
-
-  __device__ __forceinline__ explicit Share(int num_items) {
-    const int per_block = ceil_div(num_items, gridDim.x), per_warp = ceil_div(per_block, warps_per_block());
-    const int end = min(int(blockIdx.x + 1) * per_block, num_items);
-    first = min(int(blockIdx.x) * per_block + warp_id() * per_warp, end);
-    last = min(first + per_warp, end);
-  }
-};
-
 }  // namespace inc

@@ -79,11 +79,13 @@ __device__ __forceinline__ void group(const BaselineArguments& arguments, GroupS
 
   for (int expert = lane; expert < num_experts; expert += LANES) expert_rows[expert] = 0;
   __syncwarp();
+  Pairs pairs(arguments, received, share.first, max(share.last, share.first));
   RowPart part;  // the first row travels while the blocks meet
+  if (share.first < share.last)
+    part.load(reinterpret_cast<const void*>(__shfl_sync(ALL_LANES, pairs.packet, 0)), 0, num_words);
+  const Pairs first_pairs = pairs;
   for (int first = share.first; first < share.last; first += step) {
-    const Pairs pairs(arguments, received, first, share.last);
-    if (first == share.first)
-      part.load(reinterpret_cast<const void*>(__shfl_sync(ALL_LANES, pairs.packet, 0)), 0, num_words);
+    if (first > share.first) pairs = Pairs(arguments, received, first, share.last);
     if (pairs.leads()) expert_rows[pairs.expert] += __popc(pairs.peers);
     __syncwarp();
   }
@@ -102,7 +104,7 @@ __device__ __forceinline__ void group(const BaselineArguments& arguments, GroupS
 
   int32_t* positions = reinterpret_cast<int32_t*>(arguments.pair_positions);
   for (int first = share.first; first < share.last; first += step) {
-    const Pairs pairs(arguments, received, first, share.last);
+    pairs = first > share.first ? Pairs(arguments, received, first, share.last) : first_pairs;
     int position = -1;
     if (pairs.expert >= 0)
       position = shared.first_row[pairs.expert] + expert_rows[pairs.expert] + pairs.place_among_peers();

@@ -2,42 +2,53 @@
 // takes, in the order of the tokens. A packet is the row, then its record; a block is a header with their number, then
 // the packets. The block for this rank itself is written where it would be received.
 // Twin: megakernel/baseline.py, pack.
-// Reads: tokens [N, H] bf16, records. Writes: send_blocks[rank]; sent_counts [W]; slots [N, W]: the place of a token's
+// Reads: tokens [N, H] bf16, records, token_ranks. Every block counts the tokens before its own anew, rather than meet the others:
+// a barrier over the grid cost 8 us. Writes: send_blocks[rank]; sent_counts [W]; slots [N, W]: the place of a token's
 // packet in the block, -1 where that rank does not get it.
 // Cost: see results/data/moe_layer_*.csv.
 #pragma once
 
-#include "grid.cuh"
+#include "rows.cuh"
 
 namespace inc {
 
 struct PackShared {
-  int warp_rows[MAX_WARPS][MAX_RANKS];  // rows of the warps before, per rank
-  int block_rows[MAX_RANKS];
-  int first_row[MAX_RANKS];  // of this block, in the block of that rank
+  int rows_of_warp[MAX_WARPS][MAX_RANKS];  // this block's tokens
+  int rows_before[MAX_WARPS][MAX_RANKS];   // tokens before this block, as each warp counted its part of them
 };
-
-// The ranks that get a token, as a mask.
-__device__ __forceinline__ uint32_t ranks_of_token(const BaselineArguments& arguments, int token) {
-  const int32_t* ids = reinterpret_cast<const int32_t*>(arguments.records) + int64_t(token) * 2 * arguments.top_k;
-  uint32_t ranks = 0;
-  for (int column = 0; column < arguments.top_k; ++column) {
-    const int expert = __ldg(ids + column);
-    if (expert >= 0) ranks |= 1u << rank_of_expert(arguments, expert);
-  }
-  return ranks;
-}
 
 // Lane r gets the mask of those of the 32 tokens from `first` on that go to rank r.
 __device__ __forceinline__ uint32_t takers_of_ranks(const BaselineArguments& arguments, int first, int last) {
   const int token = first + lane_id();
-  const uint32_t ranks = token < last ? ranks_of_token(arguments, token) : 0;
+  const uint32_t ranks = token < last ? __ldg(reinterpret_cast<const uint32_t*>(arguments.token_ranks) + token) : 0;
   uint32_t takers = 0;
   for (int rank = 0; rank < arguments.num_ranks; ++rank) {
     const uint32_t tokens = __ballot_sync(ALL_LANES, ranks >> rank & 1);
     if (lane_id() == rank) takers = tokens;
   }
   return takers;
+}
+
+// Lane r gets the number of the first `end` tokens that go to rank r, of the part that this warp counts.
+__device__ __forceinline__ int rows_of_ranks(const BaselineArguments& arguments, int end) {
+  constexpr int AT_ONCE = 4;  // loads in flight
+  const uint32_t* token_ranks = reinterpret_cast<const uint32_t*>(arguments.token_ranks);
+  int rows = 0;
+  for (int first = warp_id() * LANES; first < end; first += AT_ONCE * warps_per_block() * LANES) {
+    uint32_t ranks[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int token = first + i * warps_per_block() * LANES + lane_id();
+      ranks[i] = token < end ? __ldg(token_ranks + token) : 0;
+    }
+    for (int rank = 0; rank < arguments.num_ranks; ++rank) {
+      int of_rank = 0;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) of_rank += __popc(__ballot_sync(ALL_LANES, ranks[i] >> rank & 1));
+      if (lane_id() == rank) rows += of_rank;
+    }
+  }
+  return rows;
 }
 
 __device__ __forceinline__ void send_packet(const BaselineArguments& arguments, int token, RowPart& part, bool goes,
@@ -62,38 +73,23 @@ __device__ __forceinline__ void pack(const BaselineArguments& arguments, PackSha
   const int num_words = arguments.hidden_size / WORD_ELEMENTS;
   const int64_t row_bytes = int64_t(arguments.hidden_size) * sizeof(__nv_bfloat16);
   const Share share(arguments.num_tokens);
-  int32_t* counts = reinterpret_cast<int32_t*>(arguments.pack_counts);  // [W, gridDim.x]
 
-  RowPart part;  // the first row travels while the blocks meet
+  RowPart part;  // the first row travels meanwhile
   if (share.first < share.last) part.load(reinterpret_cast<const void*>(arguments.tokens + share.first * row_bytes), 0, num_words);
   int rows = 0;  // lane r: those of this warp for rank r
   for (int first = share.first; first < share.last; first += LANES)
     rows += __popc(takers_of_ranks(arguments, first, share.last));
-  shared.warp_rows[warp][lane] = rows;
+  shared.rows_of_warp[warp][lane] = rows;
+  shared.rows_before[warp][lane] = rows_of_ranks(arguments, share.first_of_block);
   __syncthreads();
-  if (warp == 0) {
-    int below = 0;
-    for (int w = 0; w < warps_per_block(); ++w) {
-      const int own = shared.warp_rows[w][lane];
-      shared.warp_rows[w][lane] = below;
-      below += own;
-    }
-    shared.block_rows[lane] = below;
-    if (lane < num_ranks) counts[lane * gridDim.x + blockIdx.x] = below;
+  int next = 0;  // lane r: the place of the next packet for rank r
+  for (int w = 0; w < warps_per_block(); ++w) next += shared.rows_before[w][lane] + (w < warp ? shared.rows_of_warp[w][lane] : 0);
+  if (blockIdx.x == gridDim.x - 1 && warp == warps_per_block() - 1 && lane < num_ranks) {
+    *reinterpret_cast<int32_t*>(arguments.send_blocks[lane]) = next + rows;
+    reinterpret_cast<int32_t*>(arguments.sent_counts)[lane] = next + rows;
   }
-  grid_barrier(arguments, arguments.pack_barrier);
-  for (int rank = warp; rank < num_ranks; rank += warps_per_block()) {
-    const CountSums sums = sum_over_blocks(counts + rank * gridDim.x);
-    if (lane == 0) shared.first_row[rank] = sums.below;
-    if (lane == 0 && blockIdx.x == 0) {
-      *reinterpret_cast<int32_t*>(arguments.send_blocks[rank]) = sums.all;
-      reinterpret_cast<int32_t*>(arguments.sent_counts)[rank] = sums.all;
-    }
-  }
-  __syncthreads();
 
   const uint64_t packets = lane < num_ranks ? arguments.send_blocks[lane] + HEADER_BYTES : 0;
-  int next = lane < num_ranks ? shared.first_row[lane] + shared.warp_rows[warp][lane] : 0;
   int32_t* slots = reinterpret_cast<int32_t*>(arguments.slots);
   for (int first = share.first; first < share.last; first += LANES) {
     const uint32_t takers = takers_of_ranks(arguments, first, share.last);

@@ -2,8 +2,10 @@
 // Twin: inc_runtime/routing.py, route. Ids are equal to the twin's; weights agree within float32 rounding.
 // Reads: logits [N, E] float32 (and bias [E] float32), or given_ids [N, k] int32 and given_weights [N, k] float32.
 // Writes: records [N] of k ids (int32), then k weights (float32). Reports a logit that is not finite, an id that does not exist.
-// One warp per token; lane l holds experts l, l + 32, ... A choice is the largest key, then the lowest expert that has it.
-// Cost: see results/data/moe_layer_*.csv.
+// Writes too: token_ranks [N]: the mask of the ranks whose experts a token takes.
+// G lanes hold a token, 8 neighbouring experts each, so that a warp routes 32 / G tokens at once. A choice is the largest key,
+// then the lowest expert that has it: the lowest lane, then the lowest of its 8.
+// Cost: see results/data/moe_layer_*.csv. One warp per token with two warp-wide reductions a choice took 2.5 times as long.
 #pragma once
 
 #include "rows.cuh"
@@ -23,122 +25,149 @@ __device__ __forceinline__ uint64_t key_of(double number) {
   return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
 
-__device__ __forceinline__ uint32_t largest(uint32_t key) { return __reduce_max_sync(ALL_LANES, key); }
-__device__ __forceinline__ uint64_t largest(uint64_t key) {
-  const uint32_t high = __reduce_max_sync(ALL_LANES, uint32_t(key >> 32));
-  const uint32_t low = __reduce_max_sync(ALL_LANES, key >> 32 == high ? uint32_t(key) : 0u);
-  return uint64_t(high) << 32 | low;
-}
-
 __device__ __forceinline__ double sigmoid(float logit) { return 1.0 / (1.0 + exp(-double(logit))); }
 
-// The k best experts; lane c gets the one of column c.
-template <class Key, int SLOTS>
-__device__ __forceinline__ int choose(Key (&keys)[SLOTS], int top_k) {
-  int chosen = 0;
-  for (int column = 0; column < top_k; ++column) {
-    Key own = keys[0];
-#pragma unroll
-    for (int slot = 1; slot < SLOTS; ++slot) own = max(own, keys[slot]);
-    const Key best = largest(own);
-    int expert = INT32_MAX;
-#pragma unroll
-    for (int slot = SLOTS - 1; slot >= 0; --slot)
-      if (keys[slot] == best) expert = slot * LANES + lane_id();
-    expert = __reduce_min_sync(ALL_LANES, expert);
-    if (lane_id() == column) chosen = expert;
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot)
-      if (expert == slot * LANES + lane_id()) keys[slot] = NO_KEY;
-  }
-  return chosen;
-}
+constexpr int EXPERTS_OF_LANE = 8;
 
-__device__ __forceinline__ float sum_of_lanes(float value) {
-  for (int step = LANES / 2; step > 0; step /= 2) value += __shfl_xor_sync(ALL_LANES, value, step);
+// Over the G lanes of a token.
+template <int G, class T, class Join>
+__device__ __forceinline__ T join_lanes(T value, Join join) {
+#pragma unroll
+  for (int step = G / 2; step > 0; step /= 2) value = join(value, __shfl_xor_sync(ALL_LANES, value, step));
   return value;
 }
 
-__device__ __forceinline__ float max_of_lanes(float value) {
-  for (int step = LANES / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
-  return value;
+template <class Key>
+__device__ __forceinline__ Key largest(Key a, Key b) { return a > b ? a : b; }
+
+// The best expert that is left, the same on all lanes of its token; taken from the keys.
+template <int G, class Key>
+__device__ __forceinline__ int take_best(Key (&keys)[EXPERTS_OF_LANE]) {
+  Key own = keys[0];
+#pragma unroll
+  for (int i = 1; i < EXPERTS_OF_LANE; ++i) own = largest(own, keys[i]);
+  const Key best = join_lanes<G>(own, [](Key a, Key b) { return largest(a, b); });
+  const int first_lane = lane_id() / G * G;
+  const uint32_t group = G == LANES ? ALL_LANES : bits_below(G % LANES) << first_lane;
+  const int leader = __ffs(__ballot_sync(ALL_LANES, own == best) & group) - 1;
+  int place = EXPERTS_OF_LANE;
+#pragma unroll
+  for (int i = EXPERTS_OF_LANE - 1; i >= 0; --i)
+    if (keys[i] == best) place = i;
+#pragma unroll
+  for (int i = 0; i < EXPERTS_OF_LANE; ++i)
+    if (lane_id() == leader && place == i) keys[i] = NO_KEY;
+  return (leader - first_lane) * EXPERTS_OF_LANE + __shfl_sync(ALL_LANES, place, leader);
 }
 
-__device__ __forceinline__ void write_record(const BaselineArguments& arguments, int token, int expert, float weight) {
+// Writes the choice of column `c`, which one lane holds, and the mask of the ranks.
+__device__ __forceinline__ void write_choice(const BaselineArguments& arguments, int token, int c, int expert, float weight) {
   int32_t* record = reinterpret_cast<int32_t*>(arguments.records) + int64_t(token) * 2 * arguments.top_k;
-  if (lane_id() < arguments.top_k) {
-    record[lane_id()] = expert;
-    record[arguments.top_k + lane_id()] = __float_as_int(weight);
+  record[c] = expert;
+  record[arguments.top_k + c] = __float_as_int(weight);
+}
+
+// Columns beyond the first G belong to the same lanes again. All lanes of the warp call it.
+template <int G, class Key>
+__device__ __forceinline__ void choose_and_weigh(const BaselineArguments& arguments, int token, bool valid, const float* logits,
+                                                 Key (&keys)[EXPERTS_OF_LANE], float high, float sum) {
+  constexpr int COLUMNS = LANES / G;
+  const int place = lane_id() % G, top_k = arguments.top_k;
+  int chosen[COLUMNS];
+  float weight[COLUMNS], all = 0.0f;
+  uint32_t ranks = 0;
+#pragma unroll
+  for (int part = 0; part < COLUMNS; ++part) {
+    if (part * G >= top_k) break;
+    for (int c = 0; c < G && part * G + c < top_k; ++c) {
+      const int expert = take_best<G>(keys);
+      if (c == place) chosen[part] = expert;
+    }
+    if (valid && part * G + place < top_k) {
+      chosen[part] = min(chosen[part], arguments.num_experts - 1);  // logits that are no numbers: stay inside the array
+      const float logit = __ldg(logits + chosen[part]);
+      weight[part] = arguments.router == int(RouterKind::SOFTMAX) ? expf(logit - high) / sum : float(sigmoid(logit));
+      all += weight[part];
+      ranks |= 1u << rank_of_expert(arguments, chosen[part]);
+    }
+  }
+  float scale = 1.0f;
+  if (arguments.renormalize) scale = fmaxf(join_lanes<G>(all, [](float a, float b) { return a + b; }), SMALLEST_SUM);
+  ranks = join_lanes<G>(ranks, [](uint32_t a, uint32_t b) { return a | b; });
+#pragma unroll
+  for (int part = 0; part < COLUMNS; ++part) {
+    const int c = part * G + place;
+    if (valid && c < top_k) write_choice(arguments, token, c, chosen[part], arguments.renormalize ? weight[part] / scale : weight[part]);
+  }
+  if (valid && place == 0) reinterpret_cast<uint32_t*>(arguments.token_ranks)[token] = ranks;
+}
+
+__device__ __forceinline__ void load_logits(float (&logit)[EXPERTS_OF_LANE], const float* logits, int first, int num_experts) {
+  if (num_experts % EXPERTS_OF_LANE == 0 && first < num_experts) {
+    const float4 low = __ldg(reinterpret_cast<const float4*>(logits + first));
+    const float4 high = __ldg(reinterpret_cast<const float4*>(logits + first) + 1);
+    logit[0] = low.x, logit[1] = low.y, logit[2] = low.z, logit[3] = low.w;
+    logit[4] = high.x, logit[5] = high.y, logit[6] = high.z, logit[7] = high.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i) logit[i] = first + i < num_experts ? __ldg(logits + first + i) : 0.0f;
   }
 }
 
-template <int SLOTS>
-__device__ __forceinline__ void route_token(const BaselineArguments& arguments, int token) {
-  const int num_experts = arguments.num_experts;
-  const float* logits = reinterpret_cast<const float*>(arguments.logits) + int64_t(token) * num_experts;
-  float logit[SLOTS];
-  bool bad = false;
-#pragma unroll
-  for (int slot = 0; slot < SLOTS; ++slot) {
-    const int expert = slot * LANES + lane_id();
-    logit[slot] = expert < num_experts ? __ldg(logits + expert) : -INFINITY;
-    bad = bad || (expert < num_experts && !isfinite(logit[slot]));
-  }
-  if (__any_sync(ALL_LANES, bad) && lane_id() == 0) report(arguments, BaselineError::BAD_LOGIT, token);
+template <int G>
+__device__ __forceinline__ void route_tokens(const BaselineArguments& arguments, int first_token) {
+  constexpr float LOG2_E = 1.4426950408889634f;
+  const int token = first_token + lane_id() / G, num_experts = arguments.num_experts;
+  const int first = lane_id() % G * EXPERTS_OF_LANE, own = min(max(num_experts - first, 0), EXPERTS_OF_LANE);
+  const bool valid = token < arguments.num_tokens;
+  const float* logits = reinterpret_cast<const float*>(arguments.logits) + int64_t(valid ? token : first_token) * num_experts;
+  float logit[EXPERTS_OF_LANE];
+  load_logits(logit, logits, first, num_experts);
 
-  int expert;
+  float high = -INFINITY, finite = 0.0f;  // `finite` becomes NaN where a logit is not finite
+#pragma unroll
+  for (int i = 0; i < EXPERTS_OF_LANE; ++i) {
+    if (i < own) high = fmaxf(high, logit[i]);
+    finite = fmaf(logit[i], 0.0f, finite);
+  }
+  if (valid && finite != 0.0f) report(arguments, BaselineError::BAD_LOGIT, token);
   if (arguments.router == int(RouterKind::SIGMOID_WITH_BIAS)) {
     const float* bias = reinterpret_cast<const float*>(arguments.bias);
-    uint64_t keys[SLOTS];
+    uint64_t keys[EXPERTS_OF_LANE];
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      const int e = slot * LANES + lane_id();
-      keys[slot] = e < num_experts ? key_of(sigmoid(logit[slot]) + double(__ldg(bias + e))) : NO_KEY;
-    }
-    expert = choose(keys, arguments.top_k);
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i)
+      keys[i] = i < own ? key_of(sigmoid(logit[i]) + double(__ldg(bias + first + i))) : NO_KEY;
+    choose_and_weigh<G>(arguments, token, valid, logits, keys, 0.0f, 1.0f);
   } else {
-    uint32_t keys[SLOTS];
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot)
-      keys[slot] = slot * LANES + lane_id() < num_experts ? key_of(logit[slot]) : NO_KEY;
-    expert = choose(keys, arguments.top_k);
-  }
-  expert = min(expert, num_experts - 1);  // a logit that is not a number has been reported: stay inside the array
-
-  const bool column = lane_id() < arguments.top_k;
-  const float chosen = column ? __ldg(logits + expert) : 0.0f;
-  float weight;
-  if (arguments.router == int(RouterKind::SOFTMAX)) {
-    float high = logit[0];
-#pragma unroll
-    for (int slot = 1; slot < SLOTS; ++slot) high = fmaxf(high, logit[slot]);
-    high = max_of_lanes(high);
+    high = join_lanes<G>(high, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
+    uint32_t keys[EXPERTS_OF_LANE];
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) sum += expf(logit[slot] - high);
-    weight = expf(chosen - high) / sum_of_lanes(sum);
-  } else {
-    weight = float(sigmoid(chosen));
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i) {
+      if (i < own) sum += exp2f((logit[i] - high) * LOG2_E);
+      keys[i] = i < own ? key_of(logit[i]) : NO_KEY;
+    }
+    sum = join_lanes<G>(sum, [](float a, float b) { return a + b; });
+    choose_and_weigh<G>(arguments, token, valid, logits, keys, high, sum);
   }
-  if (arguments.renormalize) weight /= fmaxf(sum_of_lanes(column ? weight : 0.0f), SMALLEST_SUM);
-  write_record(arguments, token, expert, weight);
 }
 
-template <int SLOTS>
+template <int G>
 __device__ __forceinline__ void route(const BaselineArguments& arguments) {
+  constexpr int TOKENS = LANES / G;  // of one warp at once
   const int num_warps = gridDim.x * warps_per_block();
-  for (int token = blockIdx.x * warps_per_block() + warp_id(); token < arguments.num_tokens; token += num_warps)
-    route_token<SLOTS>(arguments, token);
+  for (int first = (blockIdx.x * warps_per_block() + warp_id()) * TOKENS; first < arguments.num_tokens; first += num_warps * TOKENS)
+    route_tokens<G>(arguments, first);
 }
 
-// The caller's choice as records; -1 contributes nothing, whatever its weight.
+// The caller's choice as records; -1 contributes nothing, whatever its weight. One warp per token.
 __device__ __forceinline__ void route_given(const BaselineArguments& arguments) {
-  const int num_warps = gridDim.x * warps_per_block();
+  const int num_warps = gridDim.x * warps_per_block(), lane = lane_id();
   for (int token = blockIdx.x * warps_per_block() + warp_id(); token < arguments.num_tokens; token += num_warps) {
     int expert = -1;
     float weight = 0.0f;
-    if (lane_id() < arguments.top_k) {
-      const int64_t place = int64_t(token) * arguments.top_k + lane_id();
+    if (lane < arguments.top_k) {
+      const int64_t place = int64_t(token) * arguments.top_k + lane;
       expert = __ldg(reinterpret_cast<const int32_t*>(arguments.given_ids) + place);
       if (expert < -1 || expert >= arguments.num_experts) {
         report(arguments, BaselineError::BAD_EXPERT, token);
@@ -148,8 +177,11 @@ __device__ __forceinline__ void route_given(const BaselineArguments& arguments) 
         weight = __ldg(reinterpret_cast<const float*>(arguments.given_weights) + place);
         if (!isfinite(weight)) report(arguments, BaselineError::BAD_WEIGHT, token);
       }
+      write_choice(arguments, token, lane, expert, weight);
     }
-    write_record(arguments, token, expert, weight);
+    const uint32_t own = expert >= 0 ? 1u << rank_of_expert(arguments, expert) : 0;
+    const uint32_t ranks = join_lanes<LANES>(own, [](uint32_t a, uint32_t b) { return a | b; });
+    if (lane == 0) reinterpret_cast<uint32_t*>(arguments.token_ranks)[token] = ranks;
   }
 }
 

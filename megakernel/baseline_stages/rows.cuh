@@ -32,9 +32,10 @@ __device__ __forceinline__ void report(const BaselineArguments& arguments, Basel
 
 // The rank that holds an expert: contiguous, the first E mod W ranks hold one more. Twin: routing.py, rank_of_experts.
 __device__ __forceinline__ int rank_of_expert(const BaselineArguments& arguments, int expert) {
-  const int small = arguments.num_experts / arguments.num_ranks, extra = arguments.num_experts % arguments.num_ranks;
-  const int boundary = extra * (small + 1);
-  return expert < boundary ? expert / (small + 1) : extra + (expert - boundary) / small;
+  const int boundary = arguments.larger_ranks * (arguments.smaller_share + 1);
+  const bool beyond = expert >= boundary;
+  const int share = beyond ? arguments.smaller_share : arguments.smaller_share + 1;
+  return beyond ? arguments.larger_ranks + (expert - boundary) / share : expert / share;
 }
 
 // One part of a row in the registers of a warp.
@@ -122,6 +123,20 @@ __device__ __forceinline__ void sum_rows(void* target, uint64_t row, float weigh
     }
   }
 }
+
+// Items of one list, dealt to the blocks in order and within a block to its warps in order, so that few items still
+// reach all blocks: this warp's are [first, last).
+struct Share {
+  int first, last, first_of_block;
+
+  __device__ __forceinline__ explicit Share(int num_items) {
+    const int per_block = ceil_div(num_items, gridDim.x), per_warp = ceil_div(per_block, warps_per_block());
+    const int end = min(int(blockIdx.x + 1) * per_block, num_items);
+    first_of_block = min(int(blockIdx.x) * per_block, num_items);
+    first = min(first_of_block + warp_id() * per_warp, end);
+    last = min(first + per_warp, end);
+  }
+};
 
 // The rows that this rank received, seen as one list: all of rank 0, then of rank 1, ... Lane s holds the part of rank s.
 struct ReceivedRows {

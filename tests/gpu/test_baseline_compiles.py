@@ -1,4 +1,4 @@
-"""The Baseline's kernels compile for Hopper, fit their registers and spill none of them. CPU only: nvcc is needed, a GPU is not."""
+"""The Baseline's kernels compile for Hopper, fit their registers and spill none of them. nvcc is needed, a GPU is not."""
 
 from __future__ import annotations
 

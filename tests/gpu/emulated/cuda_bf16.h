@@ -23,6 +23,9 @@ using std::min;
 struct Index {
   unsigned x;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };

@@ -30,7 +30,7 @@ Kernel find(const char* name) {
   const struct {
     const char* name;
     Kernel kernel;
-  } all[] = {{"route_64_experts", inc::route<2>}, {"route_128_experts", inc::route<4>}, {"route_256_experts", inc::route<8>},
+  } all[] = {{"route_64_experts", inc::route<8>}, {"route_128_experts", inc::route<16>}, {"route_256_experts", inc::route<32>},
              {"route_given", inc::route_given},   {"pack", pack},                       {"group", group},
              {"reduce", inc::reduce},             {"global_reduce", inc::global_reduce}};
   for (const auto& entry : all)
