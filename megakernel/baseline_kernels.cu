@@ -9,7 +9,7 @@
 #include "baseline_stages/sums.cuh"
 
 namespace inc {
-constexpr int MOVER_THREADS = 768;   // pack and group: one block an SM, so that few blocks meet
+constexpr int MOVER_THREADS = 512;   // pack and group: one block an SM, so that few blocks meet
 constexpr int STREAM_THREADS = 512;  // the others
 }  // namespace inc
 

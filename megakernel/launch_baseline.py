@@ -14,7 +14,7 @@ from inc_runtime.compile_cache import build
 from megakernel.baseline_arguments import header_text
 
 SOURCE = Path(__file__).with_name("baseline_kernels.cu")
-MOVER_THREADS, STREAM_THREADS, LANES = 768, 512, 32
+MOVER_THREADS, STREAM_THREADS, LANES = 512, 512, 32
 MOVERS = ("pack", "group")
 """They meet in a barrier over the grid: one block per SM, all resident."""
 ROUTE_SIZES = (64, 128, 256)

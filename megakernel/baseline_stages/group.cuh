@@ -103,8 +103,10 @@ __device__ __forceinline__ void group(const BaselineArguments& arguments, GroupS
   find_first_rows(arguments, shared);
 
   int32_t* positions = reinterpret_cast<int32_t*>(arguments.pair_positions);
+  pairs = first_pairs;
   for (int first = share.first; first < share.last; first += step) {
-    pairs = first > share.first ? Pairs(arguments, received, first, share.last) : first_pairs;
+    const bool more = first + step < share.last;
+    const Pairs following = more ? Pairs(arguments, received, first + step, share.last) : pairs;
     int position = -1;
     if (pairs.expert >= 0)
       position = shared.first_row[pairs.expert] + expert_rows[pairs.expert] + pairs.place_among_peers();
@@ -116,10 +118,15 @@ __device__ __forceinline__ void group(const BaselineArguments& arguments, GroupS
     const uint32_t takers = __ballot_sync(ALL_LANES, position >= 0);
     for (int row = 0; row < pairs.num_rows; ++row) {
       const void* source = reinterpret_cast<const void*>(__shfl_sync(ALL_LANES, pairs.packet, row * top_k));
-      if (first + row > share.first) part.load(source, 0, num_words);
+      const bool last = row + 1 == pairs.num_rows;
+      const uint64_t next_packet = last ? __shfl_sync(ALL_LANES, following.packet, 0) : __shfl_sync(ALL_LANES, pairs.packet, (row + 1) * top_k);
+      RowPart ahead;  // the next row travels while this one is stored
+      if (!last || more) ahead.load(reinterpret_cast<const void*>(next_packet), 0, num_words);
       const uint32_t columns = top_k < LANES ? bits_below(top_k) << (row * top_k) : ALL_LANES;
       copy_row(part, source, target, takers & columns, num_words);
+      part = ahead;
     }
+    pairs = following;
   }
 }
 

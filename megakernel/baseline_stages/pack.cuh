@@ -97,8 +97,10 @@ __device__ __forceinline__ void pack(const BaselineArguments& arguments, PackSha
       const bool goes = takers >> (token - first) & 1;
       const int position = next + __popc(takers & bits_below(token - first));
       if (lane < num_ranks) slots[int64_t(token) * num_ranks + lane] = goes ? position : -1;
-      if (token > share.first) part.load(reinterpret_cast<const void*>(arguments.tokens + token * row_bytes), 0, num_words);
+      RowPart ahead;  // the next row travels while this one is stored
+      if (token + 1 < share.last) ahead.load(reinterpret_cast<const void*>(arguments.tokens + (token + 1) * row_bytes), 0, num_words);
       send_packet(arguments, token, part, goes, packets + uint64_t(position) * arguments.packet_bytes, num_words);
+      part = ahead;
     }
     next += __popc(takers);
   }

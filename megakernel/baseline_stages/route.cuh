@@ -40,25 +40,51 @@ __device__ __forceinline__ T join_lanes(T value, Join join) {
 template <class Key>
 __device__ __forceinline__ Key largest(Key a, Key b) { return a > b ? a : b; }
 
-// The best expert that is left, the same on all lanes of its token; taken from the keys.
-template <int G, class Key>
-__device__ __forceinline__ int take_best(Key (&keys)[EXPERTS_OF_LANE]) {
-  Key own = keys[0];
+// The 8 experts of a lane, best first; equal keys stay in the order of their numbers.
+template <class Key>
+struct SortedLane {
+  Key keys[EXPERTS_OF_LANE];
+  uint32_t places;  // of the keys among the 8, four bits each, the first in the lowest
+
+  __device__ __forceinline__ explicit SortedLane(const Key (&unsorted)[EXPERTS_OF_LANE]) {
+    uint32_t place[EXPERTS_OF_LANE];
 #pragma unroll
-  for (int i = 1; i < EXPERTS_OF_LANE; ++i) own = largest(own, keys[i]);
-  const Key best = join_lanes<G>(own, [](Key a, Key b) { return largest(a, b); });
-  const int first_lane = lane_id() / G * G;
-  const uint32_t group = G == LANES ? ALL_LANES : bits_below(G % LANES) << first_lane;
-  const int leader = __ffs(__ballot_sync(ALL_LANES, own == best) & group) - 1;
-  int place = EXPERTS_OF_LANE;
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i) keys[i] = unsorted[i], place[i] = i;
 #pragma unroll
-  for (int i = EXPERTS_OF_LANE - 1; i >= 0; --i)
-    if (keys[i] == best) place = i;
+    for (int phase = 0; phase < EXPERTS_OF_LANE; ++phase) {
 #pragma unroll
-  for (int i = 0; i < EXPERTS_OF_LANE; ++i)
-    if (lane_id() == leader && place == i) keys[i] = NO_KEY;
-  return (leader - first_lane) * EXPERTS_OF_LANE + __shfl_sync(ALL_LANES, place, leader);
-}
+      for (int i = phase % 2; i + 1 < EXPERTS_OF_LANE; i += 2) {  // neighbours alone, so that the order of equals is kept
+        const bool swap = keys[i] < keys[i + 1];
+        const Key key = keys[i];
+        keys[i] = swap ? keys[i + 1] : key;
+        keys[i + 1] = swap ? key : keys[i + 1];
+        const uint32_t number = place[i];
+        place[i] = swap ? place[i + 1] : number;
+        place[i + 1] = swap ? number : place[i + 1];
+      }
+    }
+    places = 0;
+#pragma unroll
+    for (int i = 0; i < EXPERTS_OF_LANE; ++i) places |= place[i] << 4 * i;
+  }
+
+  // The best expert that is left over the G lanes of a token, on all of them; it is taken out.
+  template <int G>
+  __device__ __forceinline__ int take_best() {
+    const Key best = join_lanes<G>(keys[0], [](Key a, Key b) { return largest(a, b); });
+    const int first_lane = lane_id() / G * G;
+    const uint32_t group = G == LANES ? ALL_LANES : bits_below(G % LANES) << first_lane;
+    const int leader = __ffs(__ballot_sync(ALL_LANES, keys[0] == best) & group) - 1;
+    const int place = __shfl_sync(ALL_LANES, int(places & 15), leader);
+    if (lane_id() == leader) {
+#pragma unroll
+      for (int i = 0; i + 1 < EXPERTS_OF_LANE; ++i) keys[i] = keys[i + 1];
+      keys[EXPERTS_OF_LANE - 1] = NO_KEY;
+      places >>= 4;
+    }
+    return (leader - first_lane) * EXPERTS_OF_LANE + place;
+  }
+};
 
 // Writes the choice of column `c`, which one lane holds, and the mask of the ranks.
 __device__ __forceinline__ void write_choice(const BaselineArguments& arguments, int token, int c, int expert, float weight) {
@@ -70,7 +96,7 @@ __device__ __forceinline__ void write_choice(const BaselineArguments& arguments,
 // Columns beyond the first G belong to the same lanes again. All lanes of the warp call it.
 template <int G, class Key>
 __device__ __forceinline__ void choose_and_weigh(const BaselineArguments& arguments, int token, bool valid, const float* logits,
-                                                 Key (&keys)[EXPERTS_OF_LANE], float high, float sum) {
+                                                 SortedLane<Key> sorted, float high, float sum) {
   constexpr int COLUMNS = LANES / G;
   const int place = lane_id() % G, top_k = arguments.top_k;
   int chosen[COLUMNS];
@@ -80,7 +106,7 @@ __device__ __forceinline__ void choose_and_weigh(const BaselineArguments& argume
   for (int part = 0; part < COLUMNS; ++part) {
     if (part * G >= top_k) break;
     for (int c = 0; c < G && part * G + c < top_k; ++c) {
-      const int expert = take_best<G>(keys);
+      const int expert = sorted.template take_best<G>();
       if (c == place) chosen[part] = expert;
     }
     if (valid && part * G + place < top_k) {
@@ -137,7 +163,7 @@ __device__ __forceinline__ void route_tokens(const BaselineArguments& arguments,
 #pragma unroll
     for (int i = 0; i < EXPERTS_OF_LANE; ++i)
       keys[i] = i < own ? key_of(sigmoid(logit[i]) + double(__ldg(bias + first + i))) : NO_KEY;
-    choose_and_weigh<G>(arguments, token, valid, logits, keys, 0.0f, 1.0f);
+    choose_and_weigh<G>(arguments, token, valid, logits, SortedLane<uint64_t>(keys), 0.0f, 1.0f);
   } else {
     high = join_lanes<G>(high, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
@@ -148,7 +174,7 @@ __device__ __forceinline__ void route_tokens(const BaselineArguments& arguments,
       keys[i] = i < own ? key_of(logit[i]) : NO_KEY;
     }
     sum = join_lanes<G>(sum, [](float a, float b) { return a + b; });
-    choose_and_weigh<G>(arguments, token, valid, logits, keys, high, sum);
+    choose_and_weigh<G>(arguments, token, valid, logits, SortedLane<uint32_t>(keys), high, sum);
   }
 }
 
