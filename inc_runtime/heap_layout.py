@@ -21,7 +21,7 @@ import numpy as np
 
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
 from inc_runtime.errors import UnknownRegion
-from inc_runtime.protocol import CHUNK_FIELDS, HEADER_FIELDS, MAX_CHUNK_BYTES, RELAY_CELLS, Role, World
+from inc_runtime.protocol import CHUNK_FIELDS, HEADER_FIELDS, MAX_CHUNK_BYTES, MIN_RELAY_CELLS, RELAY_CELLS, Role, World
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype("<f4")
@@ -89,7 +89,18 @@ class Dims:
 
     @property
     def rows_per_chunk(self) -> int:
-        return max(1, MAX_CHUNK_BYTES // (self.hidden_size * self.row_element_bytes))
+        """No more than a microbatch has, so that small ones take little memory."""
+        return min(max(1, MAX_CHUNK_BYTES // (self.hidden_size * self.row_element_bytes)), self.microbatch_tokens)
+
+    @property
+    def relay_cells(self) -> int:
+        """Chunks that one sender may have in one relay."""
+        return max(MIN_RELAY_CELLS, RELAY_CELLS // self.num_ranks)
+
+    @property
+    def num_relays(self) -> int:
+        """Switches of both roles, which relay for the plain models."""
+        return self.world.num_dispatch_switches + self.world.num_combine_switches
 
     @property
     def dispatch_chunks(self) -> int:
@@ -216,18 +227,18 @@ RANK = (
     _flags("expert_chunk_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, d.dispatch_chunks), "relay", "this rank", when=_relayed),
     Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _row, "relay", "global reduce", when=_relayed),
     _flags("partial_chunk_arrived", lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_chunks), "relay", "this rank", when=_relayed),
-    _flags("relay_credits", lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), "relay", "this rank", when=_relayed),
-    Region("chunks_sent", Kind.CONTROL, lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), _word, "this rank", "this rank", when=_relayed),
-    Region("chunk_header", Kind.CONTROL, lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches, RELAY_CELLS, CHUNK_FIELDS), _int64, "this rank", "its own put", when=_relayed),
+    _flags("relay_credits", lambda d: (d.num_relays, d.relay_cells), "relay", "this rank", when=_relayed),
+    Region("chunks_sent", Kind.CONTROL, lambda d: (d.num_relays,), _word, "this rank", "this rank", when=_relayed),
+    Region("chunk_header", Kind.CONTROL, lambda d: (d.num_relays, d.relay_cells, CHUNK_FIELDS), _int64, "this rank", "its own put", when=_relayed),
     _flags("phase_opened", lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks), "relay", "this rank", when=_relayed_phased),
 )
 
 RELAY = (
-    Region("relay_chunk", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, CHUNK_FIELDS), _int64, "rank", "this relay", when=_relayed),
-    Region("relay_header", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, HEADER_FIELDS), _int64, "rank", "this relay", when=_relayed),
-    Region("relay_routing", Kind.RECORDS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk), _routing, "rank", "this relay", when=_relayed),
-    Region("relay_rows", Kind.ROWS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk, d.hidden_size), _row, "rank", "this relay", when=_relayed),
-    _flags("relay_arrived", lambda d: (d.num_ranks, RELAY_CELLS), "rank", "this relay", when=_relayed),
+    Region("relay_chunk", Kind.CONTROL, lambda d: (d.num_ranks, d.relay_cells, CHUNK_FIELDS), _int64, "rank", "this relay", when=_relayed),
+    Region("relay_header", Kind.CONTROL, lambda d: (d.num_ranks, d.relay_cells, HEADER_FIELDS), _int64, "rank", "this relay", when=_relayed),
+    Region("relay_routing", Kind.RECORDS, lambda d: (d.num_ranks, d.relay_cells, d.rows_per_chunk), _routing, "rank", "this relay", when=_relayed),
+    Region("relay_rows", Kind.ROWS, lambda d: (d.num_ranks, d.relay_cells, d.rows_per_chunk, d.hidden_size), _row, "rank", "this relay", when=_relayed),
+    _flags("relay_arrived", lambda d: (d.num_ranks, d.relay_cells), "rank", "this relay", when=_relayed),
     _flags("stop", lambda d: (d.num_ranks,), "rank", "this switch"),
 )
 

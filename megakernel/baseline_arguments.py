@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 
+import numpy as np
+
 from inc_runtime.config import LayerShape, Router
-from inc_runtime.device.arguments import MAX_RANKS, c_enum, c_struct, struct
+from inc_runtime.device.arguments import MAX_RANKS, c_enum, c_struct
 
 HEADER_BYTES = 128
 """Of a block, before its packets: the number of packets (int32), then nothing."""
@@ -38,48 +40,51 @@ class BaselineError(enum.IntEnum):
     GRID_BARRIER = 4
 
 
-BASELINE_ARGUMENTS = struct(
-    # the call
-    ("tokens", "<u8"),  # [num_tokens, H] bfloat16
-    ("logits", "<u8"),  # [num_tokens, E] float32
-    ("bias", "<u8"),  # [E] float32
-    ("given_ids", "<u8"),  # [num_tokens, k] int32
-    ("given_weights", "<u8"),  # [num_tokens, k] float32
-    ("output", "<u8"),  # [num_tokens, H] bfloat16
-    # tensors between the stages
-    ("records", "<u8"),  # [num_tokens] of k ids (int32), k weights (float32)
-    ("token_ranks", "<u8"),  # [num_tokens] uint32: the ranks that get the token
-    ("slots", "<u8"),  # [num_tokens, W] int32
-    ("grouped", "<u8"),  # [pairs, H] bfloat16
-    ("pair_positions", "<u8"),  # [received rows, k] int32
-    ("expert_ends", "<u8"),  # [local experts] int32
-    ("projections", "<u8"),  # [pairs, 2I] bfloat16
-    ("activations", "<u8"),  # [pairs, I] bfloat16
-    ("expert_outputs", "<u8"),  # [pairs, H] bfloat16
-    # blocks by rank: packets out and in, partial sums out and in
-    ("send_blocks", "<u8", (MAX_RANKS,)),
-    ("received_blocks", "<u8", (MAX_RANKS,)),
-    ("partial_blocks", "<u8", (MAX_RANKS,)),
-    ("returned_blocks", "<u8", (MAX_RANKS,)),
-    # what blocks of one launch tell each other
-    ("sent_counts", "<u8"),  # [W] int32
-    ("group_counts", "<u8"),  # [local experts, blocks] int32
-    ("group_barrier", "<u8"),
-    ("error_word", "<u8"),  # pinned host memory
-    # sizes
-    ("num_tokens", "<i4"),
-    ("num_experts", "<i4"),
-    ("top_k", "<i4"),
-    ("hidden_size", "<i4"),
-    ("intermediate_size", "<i4"),
-    ("num_ranks", "<i4"),
-    ("smaller_share", "<i4"),  # E div W: the experts of most ranks
-    ("larger_ranks", "<i4"),  # E mod W: the first ranks hold one more
-    ("first_expert", "<i4"),
-    ("num_local_experts", "<i4"),
-    ("packet_bytes", "<i4"),
-    ("router", "<i4"),
-    ("renormalize", "<i4"),
+BASELINE_ARGUMENTS = np.dtype(
+    [
+        # the call
+        ("tokens", "<u8"),  # [num_tokens, H] bfloat16
+        ("logits", "<u8"),  # [num_tokens, E] float32
+        ("bias", "<u8"),  # [E] float32
+        ("given_ids", "<u8"),  # [num_tokens, k] int32
+        ("given_weights", "<u8"),  # [num_tokens, k] float32
+        ("output", "<u8"),  # [num_tokens, H] bfloat16
+        # tensors between the stages
+        ("records", "<u8"),  # [num_tokens] of k ids (int32), k weights (float32)
+        ("token_ranks", "<u8"),  # [num_tokens] uint32: the ranks that get the token
+        ("slots", "<u8"),  # [num_tokens, W] int32
+        ("grouped", "<u8"),  # [pairs, H] bfloat16
+        ("pair_positions", "<u8"),  # [received rows, k] int32
+        ("expert_ends", "<u8"),  # [local experts] int32
+        ("projections", "<u8"),  # [pairs, 2I] bfloat16
+        ("activations", "<u8"),  # [pairs, I] bfloat16
+        ("expert_outputs", "<u8"),  # [pairs, H] bfloat16
+        # blocks by rank: packets out and in, partial sums out and in
+        ("send_blocks", "<u8", (MAX_RANKS,)),
+        ("received_blocks", "<u8", (MAX_RANKS,)),
+        ("partial_blocks", "<u8", (MAX_RANKS,)),
+        ("returned_blocks", "<u8", (MAX_RANKS,)),
+        # what blocks of one launch tell each other
+        ("sent_counts", "<u8"),  # [W] int32
+        ("group_counts", "<u8"),  # [local experts, blocks] int32
+        ("group_barrier", "<u8"),
+        ("error_word", "<u8"),  # pinned host memory
+        # sizes
+        ("num_tokens", "<i4"),
+        ("num_experts", "<i4"),
+        ("top_k", "<i4"),
+        ("hidden_size", "<i4"),
+        ("intermediate_size", "<i4"),
+        ("num_ranks", "<i4"),
+        ("smaller_share", "<i4"),  # E div W: the experts of most ranks
+        ("larger_ranks", "<i4"),  # E mod W: the first ranks hold one more
+        ("first_expert", "<i4"),
+        ("num_local_experts", "<i4"),
+        ("packet_bytes", "<i4"),
+        ("router", "<i4"),
+        ("renormalize", "<i4"),
+    ],
+    align=True,
 )
 
 

@@ -6,7 +6,7 @@
 #include "baseline_stages/group.cuh"
 #include "baseline_stages/pack.cuh"
 #include "baseline_stages/route.cuh"
-#include "baseline_stages/sums.cuh"
+#include "baseline_stages/row_sums.cuh"
 
 namespace inc {
 constexpr int MOVER_THREADS = 512;   // pack and group: one block an SM, so that few blocks meet

@@ -1,9 +1,10 @@
-"""Measures dispatch and combine of INC all-to-all on GPUs: switch throughput in steady state, and latency at one token per rank.
+"""Measures dispatch and combine on GPUs, by communication model: throughput in steady state, latency at one token per rank.
 
     python -m inc_runtime.mps -- torchrun --nproc-per-node 6 results/measure_collectives.py --placement scale_model
 
 `egress`: bytes of token rows that leave the dispatch switch per second; `ingress`: bytes of partial sums that reach the combine
-switch; each with the role alone and with both at once. `copy_peak`: a plain copy over the same link in the same run. `latency_*`:
+switch; each with the role alone and with both at once. A relay forwards what reaches it, so for the plain models both are what it
+relays, rows of a rank's own experts included. `copy_peak`: a plain copy over the same link in the same run. `latency_*`:
 from push to rows, and from publish to sums, the maximum over the ranks of each microbatch, each rank by its own clock. Every
 configuration first runs with hashed tokens, whose rows and sums are compared on the device. Rates count token rows alone.
 """
@@ -17,7 +18,7 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,9 @@ FOLDER = Path(__file__).resolve().parent
 COPY_SOURCE = FOLDER.parent / "inc_runtime" / "device" / "copy_peak.cu"
 COPY_BYTES, COPY_REPEATS, ALL_SMS = 128 << 20, 10, 132
 SHAPE, DEPTH = OLMOE_1B_7B, 3
+RELAY_ALONE_DEPTH = 6
+"""Without sums a relayed dispatch leaves half of the ring free: as many microbatches are then in flight as elsewhere."""
+IMPLEMENTATIONS = {CommunicationModel.INC_ALL_TO_ALL: "megakernel_inc", CommunicationModel.ALL_TO_ALL: "megakernel"}
 LIMIT_S = 60.0
 WARM_MICROBATCHES = 100
 COLUMNS = [
@@ -70,13 +74,15 @@ class Bench:
     job: NvshmemJob
     switch_blocks: int
     rows: list[dict[str, object]]
+    model: CommunicationModel = CommunicationModel.INC_ALL_TO_ALL
 
     def add(self, metric: str, value: float, unit: str, **more: object) -> None:
-        self.rows.append({"metric": metric, "value": f"{value:.6g}", "unit": unit, "switch_blocks": self.switch_blocks, **more})
+        row = {"metric": metric, "value": f"{value:.6g}", "unit": unit, "switch_blocks": self.switch_blocks}
+        self.rows.append({"implementation": IMPLEMENTATIONS[self.model], **row, **more})
 
     def heap(self, pipeline: Pipeline) -> DeviceHeap:
         check(SHAPE, pipeline, self.job.world.num_ranks)
-        return DeviceHeap(self.job, HeapLayout(Dims.of(CommunicationModel.INC_ALL_TO_ALL, self.job.world, SHAPE, pipeline)))
+        return DeviceHeap(self.job, HeapLayout(Dims.of(self.model, self.job.world, SHAPE, pipeline)))
 
 
 def measure_copy_peak(bench: Bench) -> None:
@@ -95,7 +101,7 @@ def measure_copy_peak(bench: Bench) -> None:
                 best = min(job.gpu.elapsed_us(launch) for _ in range(3))
                 measured[direction, blocks] = COPY_BYTES * COPY_REPEATS / best / 1e3
     for (direction, blocks), rate in job.gather(measured)[job.world.dispatch_switch(0)].items():
-        bench.add("copy_peak", rate, "GB/s", direction=direction, switch_blocks=blocks)
+        bench.add("copy_peak", rate, "GB/s", direction=direction, switch_blocks=blocks, implementation="")
 
 
 def routed(bench: Bench, num_tokens: int) -> RoutedTokens:
@@ -139,8 +145,11 @@ def run(
 
 
 def replay_plans(heap: DeviceHeap, last_magic: int) -> None:
-    """Let the plans that stand in a combine switch serve until `last_magic`, and forget the stop words of the run before."""
-    if heap.role is Role.COMBINE_SWITCH:
+    """Let the plans that stand in a combine switch serve until `last_magic`, and forget the stop words of the run before.
+
+    With a relay the ranks themselves hold what they return, and of whom.
+    """
+    if heap.role is Role.COMBINE_SWITCH and heap.layout.dims.model.in_network:
         heap.write_region("plan_arrived", np.full(DEPTH, signal_word(last_magic, True), np.uint64))
         heap.write_region("stop", np.zeros(heap.job.world.num_ranks, np.uint64))
     heap.job.barrier()
@@ -159,13 +168,16 @@ def measure_throughput(bench: Bench, microbatch_tokens: int, num_microbatches: i
     timed = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=DEPTH, sum_order=order)
     heap = bench.heap(timed)
     run(bench, heap, checked, ExchangeMode.BOTH, verify=True)
-    counted = job.gather((int(heap.counters()["rows_sent"]), int(heap.counters()["rows_pulled"])))
+    inward = "rows_pulled" if bench.model.in_network else "rows_sent"
+    counted = job.gather((int(heap.counters()["rows_sent"]), int(heap.counters()[inward])))
     replay_plans(heap, checked.num_microbatches + timed.num_microbatches)
     seen = {"combine alone": run(bench, heap, timed, ExchangeMode.COMBINE, replay_plan=True)[1]}
     heap.reset()
-    seen["dispatch alone"] = run(bench, heap, timed, ExchangeMode.DISPATCH)[1]
-    heap.reset()
     seen["both"] = run(bench, heap, timed, ExchangeMode.BOTH)[1]
+    heap.close()
+    alone = replace(timed, depth=DEPTH if bench.model.in_network else RELAY_ALONE_DEPTH)
+    heap = bench.heap(alone)
+    seen["dispatch alone"] = run(bench, heap, alone, ExchangeMode.DISPATCH)[1]
     heap.close()
     everyone = job.gather(seen)
     dispatch, combine = job.world.dispatch_switch(0), job.world.combine_switch(0)
@@ -184,7 +196,8 @@ SWEEP = (4, 8, 12, 16, 24, 32)
 
 def measure_sweep(bench: Bench, microbatch_tokens: int, num_microbatches: int) -> None:
     """Egress of the dispatch switch alone for several numbers of blocks."""
-    pipeline = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=DEPTH)
+    depth = DEPTH if bench.model.in_network else RELAY_ALONE_DEPTH
+    pipeline = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=depth)
     heap = bench.heap(pipeline)
     for blocks in SWEEP:
         _, moments = run(bench, heap, pipeline, ExchangeMode.DISPATCH, blocks=blocks)
@@ -226,7 +239,6 @@ def write_table(bench: Bench, commit: str) -> Path:
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         fixed = {"measurement": "collectives", "source": "measured_gpu", "placement": placement}
-        fixed["implementation"] = "megakernel_inc"
         writer.writerows({**fixed, "num_ranks": job.world.num_ranks, **row} for row in bench.rows)
     return path
 
@@ -244,20 +256,22 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=24)
     parser.add_argument("--switch-blocks", type=int, default=SWITCH_BLOCKS)
     parser.add_argument("--sweep", action="store_true", help="also vary the blocks of the dispatch switch")
+    parser.add_argument("--model", type=CommunicationModel, nargs="+", default=list(IMPLEMENTATIONS), metavar="MODEL")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     world = World(options.ranks)
-    largest = Pipeline(1, max(options.microbatch_tokens), depth=DEPTH)
-    slab = max(COPY_BYTES, HeapLayout(Dims.of(CommunicationModel.INC_ALL_TO_ALL, world, SHAPE, largest)).heap_bytes)
+    largest = Pipeline(1, max(options.microbatch_tokens), depth=RELAY_ALONE_DEPTH)
+    slab = max(COPY_BYTES, *(HeapLayout(Dims.of(model, world, SHAPE, largest)).heap_bytes for model in options.model))
     with NvshmemJob.join(world, slab, options.placement) as job:
         bench = Bench(job, min(options.switch_blocks, job.placement.seats[-1].num_blocks), [])
         measure_copy_peak(bench)
-        for tokens in (1, 8):
-            measure_latency(bench, tokens)
-        for tokens in options.microbatch_tokens:
-            measure_throughput(bench, tokens, options.microbatches, SumOrder.ARRIVAL)
-        if options.sweep:
-            measure_sweep(bench, 1024, options.microbatches)
+        for bench.model in options.model:
+            for tokens in (1, 8):
+                measure_latency(bench, tokens)
+            for tokens in options.microbatch_tokens:
+                measure_throughput(bench, tokens, options.microbatches, SumOrder.ARRIVAL)
+            if options.sweep:
+                measure_sweep(bench, 1024, options.microbatches)
         if job.pe == 0:
             print(write_table(bench, options.commit or commit_name()).read_text(encoding="utf-8"), flush=True)
 

@@ -152,9 +152,9 @@ class Gpu:
         num_threads: int,
         shared_bytes: int = 0,
         resident: bool = True,
-        stream: Any = None,
+        stream: int | None = None,
     ) -> None:
-        """Start a kernel on `stream` (default: the kernel stream). `arguments`: zero-dimensional arrays, passed by value.
+        """Start a kernel on `stream`, by default the kernel stream. `arguments`: zero-dimensional arrays, passed by value.
 
         `resident`: refuse a grid whose blocks cannot all be on the GPU at once. Raises PlacementError.
         """

@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
+from inc_runtime.backends.device_errors import error_of_record
 from inc_runtime.compile_cache import Built, Verbs
-from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, ErrorKind, heap_argument
+from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
 from inc_runtime.environment import Environment
-from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, Mismatch, PlacementError, WaitRecord
+from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
 from inc_runtime.heap_layout import BF16, ERROR_BYTES, HeapLayout, Kind
 from inc_runtime.mps import require_daemon
 from inc_runtime.placement import Placement, PlacementKind, choose, place
-from inc_runtime.protocol import Header, Role, Tag, World, magic_of, slot_of
+from inc_runtime.protocol import Role, World, magic_of
 
 ONE_HOST = {
     "NVSHMEM_BOOTSTRAP": "UID",
@@ -199,6 +200,8 @@ class DeviceHeap:
             raise ConfigurationError(
                 f"row_format = {layout.dims.row_dtype}: the kernels add bfloat16. Use RowFormat.BFLOAT16."
             )
+        if layout.dims.model.phased and verbs is Verbs.NVSHMEM:
+            raise ConfigurationError(f"{layout.dims.model.value}: the phased kernels take the direct verbs alone so far.")
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
@@ -210,11 +213,22 @@ class DeviceHeap:
         self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
         self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
         self._owned = [self.workspace]
-        if self.role is Role.COMBINE_SWITCH:
-            self._allocate_private()
+        if layout.dims.model.in_network and self.role is Role.COMBINE_SWITCH:
+            self._allocate_sums()
+        if not layout.dims.model.in_network and self.role is Role.COMPUTE_RANK:
+            self._allocate_tables()
         self.reset(poison=poison)
 
-    def _allocate_private(self) -> None:
+    def _allocate_tables(self) -> None:
+        """Where a rank of a plain model places each token in its messages."""
+        dims = self.layout.dims
+        sizes = {"group_rows": -(-dims.microbatch_tokens // 32), "row_of_token": dims.microbatch_tokens}
+        sizes["token_of_row"] = dims.microbatch_tokens
+        for name, length in sizes.items():
+            self.argument[name] = self.gpu.allocate(dims.depth * length * dims.num_ranks * np.dtype("<i4").itemsize)
+            self._owned.append(int(self.argument[name]))
+
+    def _allocate_sums(self) -> None:
         """Accumulators of a combine switch and, where rows are pulled through NVSHMEM, a landing row per warp and rank."""
         dims = self.layout.dims
         self.argument["accumulators"] = self.gpu.allocate(self.layout.region(self.role, "accumulators").num_bytes(dims), 0xFF)
@@ -266,11 +280,16 @@ class DeviceHeap:
         num_blocks: int,
         num_threads: int,
         shared_bytes: int = 0,
+        stream: int | None = None,
     ) -> None:
-        """Start a kernel of this PE: the heap, then `arguments`."""
-        function = self.gpu.function(built.path, kernel)
+        """Start a kernel of this PE, on `stream` or the kernel stream: the heap, then `arguments`."""
         self.gpu.launch(
-            function, [self.argument, *arguments], num_blocks=num_blocks, num_threads=num_threads, shared_bytes=shared_bytes
+            self.gpu.function(built.path, kernel),
+            [self.argument, *arguments],
+            num_blocks=num_blocks,
+            num_threads=num_threads,
+            shared_bytes=shared_bytes,
+            stream=stream,
         )
 
     def wait(self, *, limit_s: float | None = None) -> None:
@@ -314,45 +333,4 @@ class DeviceHeap:
             time.sleep(0.01)
 
     def _reported(self) -> Exception:
-        record, world = self.record[0], self.job.world
-        tag, magic = Tag(int(record["tag"])), int(record["magic"])
-        kind, sender, seen_value = (
-            ErrorKind(int(record["kind"])),
-            int(record["sender"]),
-            int(record["seen"][:1].view(np.int64)[0]),
-        )
-        if kind is ErrorKind.MISMATCH:
-            field = Header(int(record["field"])).name.lower()
-            return Mismatch(
-                f"{world.name_of(sender)} brought {field} = {seen_value} to magic {magic}, expected {record['expected']}. "
-                "Give every rank the same bound, microbatch size, shape and call order."
-            )
-        if kind is ErrorKind.BAD_EXPERT:
-            return ConfigurationError(
-                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {seen_value}, "
-                f"expected -1 to {int(record['expected']) - 1}. Use -1 for a choice that does not count."
-            )
-        awaited = awaited_senders(world, tag)
-        seen = {name: int(record["seen"][i]) for i, name in enumerate(awaited)}
-        missing = [name for i, name in enumerate(awaited) if int(record["missing"]) >> i & 1]
-        wait = WaitRecord(
-            self.job.name,
-            tag.name,
-            magic - 1,
-            slot_of(magic, self.layout.dims.depth),
-            magic,
-            int(record["expected"]),
-            seen,
-            missing,
-            int(record["waited_ns"]) * 1e-9,
-        )
-        return ArrivalTimeout(wait, "Raise INC_WAIT_LIMIT_S if it is only slow, or look at what the missing PE printed.")
-
-
-def awaited_senders(world: World, tag: Tag) -> list[str]:
-    """Who raises the flags that a wait with this tag watches, in the order of its lanes."""
-    if tag in (Tag.EXPERT_ROWS, Tag.COMBINE_PLAN):
-        return [world.name_of(world.dispatch_switch(0))]
-    if tag is Tag.TOKEN_SUMS:
-        return [world.name_of(world.combine_switch(0))]
-    return [world.name_of(rank) for rank in range(world.num_ranks)]
+        return error_of_record(self.record[0], self.job.name, self.job.world, self.layout.dims)

@@ -1,7 +1,8 @@
-"""How a rank sends through a relay switch: a message is a run of rows to one rank, cut into chunks of at most 64 KiB.
+"""How a rank sends through a relay switch: a message is a run of rows to one rank, cut into chunks of at most 32 KiB.
 
-Each chunk is one put_signal into a cell of the relay, which forwards it as it lands. A sender owns `RELAY_CELLS` cells per
-relay and writes a cell again only once the relay's credit says that the chunk in it has left. A message without rows is one
+Each chunk is one put_signal into a cell of the relay, which forwards it as it lands. A sender owns `relay_cells` cells per
+relay, uses them in turn, and writes a cell again only once the credit of that cell says that the chunk in it has left. Each cell
+has a word of its own in both directions, so a relay may serve cells in any order. A message without rows is one
 chunk without payload, which the relay passes on as a signal alone.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
-from inc_runtime.protocol import RELAY_CELLS, Chunk, Tag, signal_word
+from inc_runtime.protocol import Chunk, Tag, signal_word
 
 
 def num_chunks(num_rows: int, rows_per_chunk: int) -> int:
@@ -64,10 +65,11 @@ def _send_chunk(
     index = relay - pe.world.num_ranks
     pe.memory["chunks_sent"][index] += 1
     chunk = int(pe.memory["chunks_sent"][index])
-    if chunk > RELAY_CELLS:
-        credit = Awaited(Flag("relay_credits", (index,)), chunk - RELAY_CELLS, pe.world.name_of(relay))
+    cells = pe.layout.dims.relay_cells
+    cell = chunk % cells
+    if chunk > cells:
+        credit = Awaited(Flag("relay_credits", (index, cell)), chunk - cells, pe.world.name_of(relay))
         pe.wait_until(credit, Tag.RELAY_CREDIT, microbatch=magic - 1)
-    cell = chunk % RELAY_CELLS
     own = pe.memory["chunk_header"][index, cell]
     for field, value in fields.items():
         own[field] = value

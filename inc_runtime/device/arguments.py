@@ -11,7 +11,7 @@ import enum
 import numpy as np
 
 from inc_runtime.heap_layout import REGIONS, HeapLayout
-from inc_runtime.protocol import Role
+from inc_runtime.protocol import HEADER_FIELDS, RELAY_CELLS, Role
 
 MAX_RANKS = 32
 """Ranks of one job: a warp watches one flag per lane, and a mask of ranks is one 32-bit word."""
@@ -28,6 +28,7 @@ class ErrorKind(enum.IntEnum):
     TIMEOUT = 1
     MISMATCH = 2
     BAD_EXPERT = 3
+    BAD_LOGIT = 4
 
 
 class Packet(enum.IntEnum):
@@ -38,6 +39,14 @@ class Packet(enum.IntEnum):
     PUBLISH = 2
     COMBINE = 3
     LEAVE = 4
+    # Meetings of all blocks of a rank in the plain models.
+    ROWS_COUNTED = 5
+    ROWS_PLACED = 6
+    SUMS_WRITTEN = 7
+    ROUTED = 10
+    # And in the phased models.
+    PLACE_GRANTED = 8
+    PHASE_OPENED = 9
 
 
 class ExchangeMode(enum.IntEnum):
@@ -48,14 +57,13 @@ class ExchangeMode(enum.IntEnum):
     COMBINE = 2
 
 
-def struct(*fields: tuple) -> np.dtype:
-    """A structure laid out as C does: (name, type) or (name, type, shape) for each member."""
+def _struct(*fields: tuple) -> np.dtype:
     return np.dtype(list(fields), align=True)
 
 
-PLACE = struct(("offset", "<u8"), ("stride", "<u8", (MAX_AXES,)))
+PLACE = _struct(("offset", "<u8"), ("stride", "<u8", (MAX_AXES,)))
 
-ERROR_RECORD = struct(
+ERROR_RECORD = _struct(
     ("state", "<u4"),  # 1 once the record is whole
     ("kind", "<u4"),
     ("tag", "<u4"),
@@ -68,25 +76,50 @@ ERROR_RECORD = struct(
     ("field", "<i4"),
 )
 
-WORKSPACE = struct(
+JOB = _struct(("magic", "<u8"), ("sender", "<i4"), ("place", "<i4"))
+
+WORKSPACE = _struct(
     ("error_claimed", "<u4"),
     ("rows_sent", "<u8"),  # token rows that left this PE, each copy counted
     ("rows_pulled", "<u8"),
     ("finished", "<u8", (len(Packet), MAX_DEPTH)),  # blocks that have finished a packet, by packet and slot
-    ("total_rows", "<u4", (MAX_DEPTH, MAX_RANKS)),
+    ("met", "<u8", (len(Packet), MAX_DEPTH)),  # magic of the last meeting of all blocks, by packet and slot
+    ("total_rows", "<u4", (MAX_DEPTH, MAX_RANKS)),  # rows of a microbatch for each rank
+    ("received_first", "<i4", (MAX_DEPTH, MAX_RANKS + 1)),  # received rows of lower senders, where each has its own run
+    # Relayed models: chunks sent before a microbatch, by relay and slot; on a relay, the last chunk forwarded from each cell, and
+    # the stop words that the last launch ended with.
+    ("chunks_before", "<u8", (2, MAX_DEPTH)),
+    ("forwarded", "<u8", (RELAY_CELLS,)),
+    ("stops_seen", "<u8", (MAX_RANKS,)),
+    # Phased models. On a switch: the last request of each rank, the last barrier, and the microbatches of single ranks that its
+    # blocks serve one by one, by number; on a relay, what a request still lacks; on a rank, the place that it was granted.
+    ("requested", "<u8", (MAX_RANKS,)),
+    ("barrier_released", "<u8"),
+    ("jobs", JOB, (MAX_DEPTH,)),
+    ("job_done", "<u8", (MAX_DEPTH,)),
+    ("jobs_done", "<u8"),
+    ("first_headers", "<i8", (MAX_DEPTH, HEADER_FIELDS)),
+    ("chunks_left", "<u8", (MAX_DEPTH, MAX_RANKS)),
+    ("phase_closed", "<u8", (MAX_DEPTH, MAX_RANKS)),
+    ("granted_place", "<i4", (MAX_DEPTH,)),
     # Among the blocks of a switch, by slot: what the first block has decided, and the rows that each block has counted.
     ("opened", "<u8", (MAX_DEPTH,)),  # magic << 16 | blocks that take part; no block: all ranks have stopped
     ("counted", "<u8", (MAX_DEPTH, MAX_SWITCH_BLOCKS)),  # magic
     ("counted_rows", "<u4", (MAX_DEPTH, MAX_SWITCH_BLOCKS, MAX_RANKS)),
 )
 
-HEAP = struct(
+HEAP = _struct(
     *((name, PLACE, (len(REGIONS[role]),)) for role, name in PLACES.items()),
     ("base", "<u8", (MAX_PES,)),  # this PE's mapping of every PE's slab
     ("workspace", "<u8"),
     ("error_record", "<u8"),  # pinned host memory
     ("accumulators", "<u8"),  # private region of a combine switch
     ("landing", "<u8"),  # NVSHMEM link: one row per warp and rank of a combine switch
+    # Plain models, on a rank, by slot: rows for each rank in groups of 32 tokens; the row of each token in the message to each
+    # rank, or -1; the token of each row.
+    ("group_rows", "<u8"),  # int32 [D, ceil(m_b / 32), W]
+    ("row_of_token", "<u8"),  # int32 [D, m_b, W]
+    ("token_of_row", "<u8"),  # int32 [D, W, m_b]
     ("wait_limit_ns", "<u8"),
     ("row_bytes", "<u4"),
     ("record_bytes", "<u4"),
@@ -100,20 +133,25 @@ HEAP = struct(
     ("hidden_size", "<i4"),
     ("top_k", "<i4"),
     ("selective", "<i4"),
+    ("relay_cells", "<i4"),
+    ("rows_per_chunk", "<i4"),
+    ("phased", "<i4"),
+    ("ranks_per_phase", "<i4"),
+    ("barrier_after_dispatch", "<i4"),  # of the call, where the model is phased
 )
 
-SWITCH_MOMENT = struct(("magic", "<u8"), ("arrived", "<u8"), ("done", "<u8"), ("num_tokens", "<u8"))
+SWITCH_MOMENT = _struct(("magic", "<u8"), ("arrived", "<u8"), ("done", "<u8"), ("num_tokens", "<u8"))
 
-SWITCH_ARGUMENTS = struct(
+SWITCH_ARGUMENTS = _struct(
     ("timeline", "<u8"),  # SwitchMoment [timeline_length], nanoseconds of this GPU's clock; 0: none
     ("timeline_length", "<u4"),
     ("rank_order", "<i4"),
     ("replay_plan", "<i4"),  # benchmark of the combine alone: the plan of an earlier microbatch serves again
 )
 
-EXCHANGE_MOMENT = struct(("push", "<u8"), ("rows", "<u8"), ("publish", "<u8"), ("sums", "<u8"))
+EXCHANGE_MOMENT = _struct(("push", "<u8"), ("rows", "<u8"), ("publish", "<u8"), ("sums", "<u8"))
 
-EXCHANGE_RESULT = struct(
+EXCHANGE_RESULT = _struct(
     ("wrong_rows", "<u8"),
     ("wrong_sums", "<u8"),
     ("clock_begin", "<u8"),
@@ -122,7 +160,7 @@ EXCHANGE_RESULT = struct(
     ("timer_end", "<u8"),
 )
 
-EXCHANGE_ARGUMENTS = struct(
+EXCHANGE_ARGUMENTS = _struct(
     # the call
     ("tokens", "<u8"),  # [num_tokens, H] bfloat16
     ("expert_ids", "<u8"),  # [num_tokens, k] int32
@@ -146,6 +184,7 @@ EXCHANGE_ARGUMENTS = struct(
 STRUCTS = {
     "Place": PLACE,
     "ErrorRecord": ERROR_RECORD,
+    "Job": JOB,
     "Workspace": WORKSPACE,
     "Heap": HEAP,
     "SwitchMoment": SWITCH_MOMENT,
@@ -158,13 +197,13 @@ STRUCTS = {
 C_TYPES = {"<u4": "uint32_t", "<i4": "int32_t", "<u8": "uint64_t", "<i8": "int64_t"}
 
 
-def c_struct(name: str, dtype: np.dtype) -> str:
-    """The C text of a structure; members that are structures themselves are looked up in `STRUCTS`."""
+def c_struct(name: str, dtype: np.dtype, known: dict[str, np.dtype] = STRUCTS) -> str:
+    """The C text of one structure; members whose dtype is in `known` take its name as their type."""
     lines = []
     for field in dtype.names or ():
         member = dtype.fields[field][0]  # type: ignore[index]
         base, shape = (member.subdtype[0], member.shape) if member.subdtype else (member, ())
-        c_type = next((s for s, d in STRUCTS.items() if d == base), None) or C_TYPES[base.str]
+        c_type = next((s for s, d in known.items() if d == base), None) or C_TYPES[base.str]
         lines.append(f"    {c_type} {field}{''.join(f'[{n}]' for n in shape)};")
     return f"struct {name} {{\n" + "\n".join(lines) + f"\n}};\nstatic_assert(sizeof({name}) == {dtype.itemsize});\n"
 
@@ -212,7 +251,8 @@ def heap_argument(layout: HeapLayout, pe: int, bases: list[int], *, wait_limit_s
     heap["record_bytes"] = dims.routing_dtype.itemsize
     heap["pe"], heap["num_pes"], heap["num_ranks"] = pe, dims.world.num_pes, dims.num_ranks
     heap["dispatch_switch"], heap["combine_switch"] = dims.world.dispatch_switch(0), dims.world.combine_switch(0)
-    for name in ("depth", "microbatch_tokens", "hidden_size", "top_k"):
+    for name in ("depth", "microbatch_tokens", "hidden_size", "top_k", "relay_cells", "rows_per_chunk", "ranks_per_phase"):
         heap[name] = getattr(dims, name)
-    heap["selective"] = dims.model.selective
+    heap["selective"], heap["phased"] = dims.model.selective, dims.model.phased
+    heap["barrier_after_dispatch"] = 1
     return heap

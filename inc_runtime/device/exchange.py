@@ -30,7 +30,7 @@ class Exchanged:
 
 def build_exchange(heap: DeviceHeap) -> Built:
     """Compile the exchange kernel for this GPU, or take it from the cache."""
-    built = build(SOURCE, heap.verbs, heap.gpu.arch)
+    built = build(SOURCE, heap.verbs, heap.gpu.arch, heap.layout.dims.model)
     if heap.verbs.value == "nvshmem":
         heap.job.init_module(built)
     return built
@@ -75,6 +75,7 @@ class Exchange:
         self.arguments["num_experts"], self.arguments["top_k"] = shape.num_experts, expert_ids.shape[1]
         self.arguments["layer"], self.arguments["num_microbatches"] = layer, self.num_microbatches
         self.arguments["mode"], self.arguments["verify"] = int(mode), verify
+        heap.argument["barrier_after_dispatch"] = pipeline.barrier_after_dispatch
         self.arguments["seed"], self.arguments["delay_ns"] = seed, int(delay_us * 1000)
 
     def start(self, *, num_blocks: int | None = None) -> Exchange:

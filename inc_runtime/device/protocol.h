@@ -19,8 +19,9 @@ INC_HOST_DEVICE constexpr int64_t ceil_div(int64_t dividend, int64_t divisor) { 
 
 INC_HOST_DEVICE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-inline constexpr int64_t MAX_CHUNK_BYTES = 65536;
-inline constexpr int64_t RELAY_CELLS = 8;
+inline constexpr int64_t MAX_CHUNK_BYTES = 32768;
+inline constexpr int64_t RELAY_CELLS = 512;
+inline constexpr int64_t MIN_RELAY_CELLS = 8;
 inline constexpr int64_t HEADER_FIELDS = 8;
 inline constexpr int64_t CHUNK_FIELDS = 7;
 inline constexpr int64_t ALIGNMENT = 256;
@@ -149,7 +150,17 @@ struct Dims {
     INC_HOST_DEVICE constexpr int64_t expert_row_capacity() const {
         return (world.num_dispatch_switches * num_ranks()) * dispatch_plane_tokens();
     }
-    INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const { return larger(65536 / (hidden_size * row_element_bytes), 1); }
+    INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const {
+        return ((32768 / (hidden_size * row_element_bytes)) > 1)
+            ? ((32768 / (hidden_size * row_element_bytes)) > microbatch_tokens)
+            ? microbatch_tokens
+            : 32768 / (hidden_size * row_element_bytes)
+            : (microbatch_tokens < 1)
+            ? microbatch_tokens
+            : 1;
+    }
+    INC_HOST_DEVICE constexpr int64_t relay_cells() const { return larger(512 / num_ranks(), 8); }
+    INC_HOST_DEVICE constexpr int64_t num_relays() const { return world.num_dispatch_switches + world.num_combine_switches; }
     INC_HOST_DEVICE constexpr int64_t dispatch_chunks() const {
         return larger(ceil_div(dispatch_plane_tokens(), rows_per_chunk()), 1);
     }
@@ -300,9 +311,9 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::expert_chunk_arrived: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), d.dispatch_chunks()}};
         case RankRegion::received_partial_sums: return {5, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
         case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_chunks()}};
-        case RankRegion::relay_credits: return {1, {d.world.num_dispatch_switches + d.world.num_combine_switches}};
-        case RankRegion::chunks_sent: return {1, {d.world.num_dispatch_switches + d.world.num_combine_switches}};
-        case RankRegion::chunk_header: return {3, {d.world.num_dispatch_switches + d.world.num_combine_switches, 8, 7}};
+        case RankRegion::relay_credits: return {2, {d.num_relays(), d.relay_cells()}};
+        case RankRegion::chunks_sent: return {1, {d.num_relays()}};
+        case RankRegion::chunk_header: return {3, {d.num_relays(), d.relay_cells(), 7}};
         case RankRegion::phase_opened: return {3, {d.depth, d.world.num_combine_switches, d.num_ranks()}};
         default: return {0, {}};
     }
@@ -359,11 +370,11 @@ INC_HOST_DEVICE constexpr Shape shape(DispatchSwitchRegion member, const Dims& d
         case DispatchSwitchRegion::pe_barrier: return {1, {d.world.num_pes()}};
         case DispatchSwitchRegion::magic: return {1, {1}};
         case DispatchSwitchRegion::error_record: return {1, {4096}};
-        case DispatchSwitchRegion::relay_chunk: return {3, {d.num_ranks(), 8, 7}};
-        case DispatchSwitchRegion::relay_header: return {3, {d.num_ranks(), 8, 8}};
-        case DispatchSwitchRegion::relay_routing: return {3, {d.num_ranks(), 8, d.rows_per_chunk()}};
-        case DispatchSwitchRegion::relay_rows: return {4, {d.num_ranks(), 8, d.rows_per_chunk(), d.hidden_size}};
-        case DispatchSwitchRegion::relay_arrived: return {2, {d.num_ranks(), 8}};
+        case DispatchSwitchRegion::relay_chunk: return {3, {d.num_ranks(), d.relay_cells(), 7}};
+        case DispatchSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 8}};
+        case DispatchSwitchRegion::relay_routing: return {3, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk()}};
+        case DispatchSwitchRegion::relay_rows: return {4, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk(), d.hidden_size}};
+        case DispatchSwitchRegion::relay_arrived: return {2, {d.num_ranks(), d.relay_cells()}};
         case DispatchSwitchRegion::stop: return {1, {d.num_ranks()}};
         case DispatchSwitchRegion::inbox_tokens: return {3, {d.inbox_slots(), d.dispatch_plane_tokens(), d.hidden_size}};
         case DispatchSwitchRegion::inbox_header: return {2, {d.inbox_slots(), 8}};
@@ -429,11 +440,11 @@ INC_HOST_DEVICE constexpr Shape shape(CombineSwitchRegion member, const Dims& d)
         case CombineSwitchRegion::pe_barrier: return {1, {d.world.num_pes()}};
         case CombineSwitchRegion::magic: return {1, {1}};
         case CombineSwitchRegion::error_record: return {1, {4096}};
-        case CombineSwitchRegion::relay_chunk: return {3, {d.num_ranks(), 8, 7}};
-        case CombineSwitchRegion::relay_header: return {3, {d.num_ranks(), 8, 8}};
-        case CombineSwitchRegion::relay_routing: return {3, {d.num_ranks(), 8, d.rows_per_chunk()}};
-        case CombineSwitchRegion::relay_rows: return {4, {d.num_ranks(), 8, d.rows_per_chunk(), d.hidden_size}};
-        case CombineSwitchRegion::relay_arrived: return {2, {d.num_ranks(), 8}};
+        case CombineSwitchRegion::relay_chunk: return {3, {d.num_ranks(), d.relay_cells(), 7}};
+        case CombineSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 8}};
+        case CombineSwitchRegion::relay_routing: return {3, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk()}};
+        case CombineSwitchRegion::relay_rows: return {4, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk(), d.hidden_size}};
+        case CombineSwitchRegion::relay_arrived: return {2, {d.num_ranks(), d.relay_cells()}};
         case CombineSwitchRegion::stop: return {1, {d.num_ranks()}};
         case CombineSwitchRegion::plan_header: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), 8}};
         case CombineSwitchRegion::plan_routing: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), d.dispatch_plane_tokens()}};

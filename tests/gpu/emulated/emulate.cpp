@@ -11,7 +11,7 @@
 #include "group.cuh"
 #include "pack.cuh"
 #include "route.cuh"
-#include "sums.cuh"
+#include "row_sums.cuh"
 
 namespace {
 
