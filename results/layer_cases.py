@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from inc_runtime.config import OLMOE_1B_7B, LayerShape
 from megakernel.checkpoint import ExpertWeights
 from megakernel.reference import bf16_bound, moe_layer_reference, relative_error, route_reference
 from megakernel.workload import Routing, routing_bias
+from results.layer_timing import Ranks
 
 SHAPES = {
     "olmoe": OLMOE_1B_7B,
@@ -53,8 +53,8 @@ class Experts:
             self.gate_up[expert] = torch.randn(2 * i, h, generator=generator, device="cuda") / h**0.5
             self.down[expert] = torch.randn(h, i, generator=generator, device="cuda") / i**0.5
 
-    def own(self, rank: int, num_ranks: int) -> ExpertWeights:
-        experts = self.shape.experts_of_rank(rank, num_ranks)
+    def own(self, ranks: Ranks) -> ExpertWeights:
+        experts = self.shape.experts_of_rank(ranks.rank, ranks.size)
         part = slice(experts.start, experts.stop)
         return ExpertWeights(experts, self.gate_up[part], self.down[part])
 
@@ -90,12 +90,12 @@ def pairs_of_experts(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndar
 class Inputs:
     """Tokens [N, H] bfloat16 and logits [N, E] float32 of this rank, and what the layer should give for some of them."""
 
-    def __init__(self, case: Case, experts: Experts, rank: int, num_ranks: int) -> None:
-        self.case, shape = case, case.shape
+    def __init__(self, case: Case, experts: Experts, ranks: Ranks) -> None:
+        self.case, self.ranks, shape, rank = case, ranks, case.shape, ranks.rank
         generator = torch.Generator(device="cuda").manual_seed(1000 * case.num_tokens + rank)
         self.hidden = torch.randn(case.num_tokens, shape.hidden_size, generator=generator, device="cuda").bfloat16()
         self.logits = torch.randn(case.num_tokens, shape.num_experts, generator=generator, device="cuda")
-        self.logits += routing_bias(case.routing, shape, num_ranks).cuda()
+        self.logits += routing_bias(case.routing, shape, ranks.size).cuda()
         self.out = torch.empty_like(self.hidden)
         step = -(-case.num_tokens // MAX_CHECKED_ROWS)
         self.checked = torch.arange(rank % step, case.num_tokens, step, device="cuda")
@@ -112,8 +112,7 @@ class Inputs:
         error = float((seen - self.expected).norm() / self.expected.norm())
         written = bool(torch.isfinite(self.out).all())
         most = bound or bf16_bound(len(self.checked), self.case.shape, sum_roundings=BASELINE_SUM_ROUNDINGS)
-        worst = torch.tensor([error if written else float("inf")], device="cuda")
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        if not float(worst) <= most:
-            raise AssertionError(f"{name}, {self.case}: error {error:.2e} here, {float(worst):.2e} at most, bound {most:.2e}")
-        return float(worst)
+        [worst] = self.ranks.reduce([error if written else float("inf")])
+        if not worst <= most:
+            raise AssertionError(f"{name}, {self.case}: error {error:.2e} here, {worst:.2e} at most, bound {most:.2e}")
+        return worst

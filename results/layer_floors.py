@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from megakernel import stages
 from megakernel.baseline_arguments import record_bytes
 from megakernel.gpu_baseline import GpuBaseline
-from results.layer_timing import over_ranks, time_interleaved
+from results.layer_timing import Ranks, time_interleaved
 
 COPY_BYTES, LINK_BYTES, MATRIX = 1 << 30, 1 << 28, 8192
 COLLECTIVES = (stages.DISPATCH.name, stages.COMBINE.name)
@@ -31,7 +30,7 @@ class Ceilings:
     collective_us: dict[str, float]
 
 
-def measure_ceilings(layer: GpuBaseline, repeats: int = 11) -> Ceilings:
+def measure_ceilings(ranks: Ranks, layer: GpuBaseline, repeats: int = 11) -> Ceilings:
     """The machine's ceilings; the slowest rank's. Collective. The link is measured in both directions at once."""
     source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     source.random_()
@@ -41,6 +40,7 @@ def measure_ceilings(layer: GpuBaseline, repeats: int = 11) -> Ceilings:
     there, here = torch.empty(LINK_BYTES, dtype=torch.uint8, device=peer), source[:LINK_BYTES]
     exchange = layer.exchange
     times = time_interleaved(
+        ranks,
         {
             "copy": lambda: target.copy_(source),
             "product": lambda: torch.mm(left, right, out=product),
@@ -60,15 +60,13 @@ def measure_ceilings(layer: GpuBaseline, repeats: int = 11) -> Ceilings:
     )
 
 
-def stage_floors(layer: GpuBaseline, num_tokens: int, ceilings: Ceilings) -> dict[str, float]:
+def stage_floors(ranks: Ranks, layer: GpuBaseline, num_tokens: int, ceilings: Ceilings) -> dict[str, float]:
     """Microseconds by stage, of the rank that has most to do, for the routing of the last call. Collective."""
     shape, exchange, a = layer.shape, layer.exchange, layer.arguments
     row, packet, record = 2 * shape.hidden_size, int(a["packet_bytes"]), record_bytes(shape.top_k)
     torch.cuda.synchronize()
     sent = exchange.sent_counts.tolist()
-    everyone = [torch.empty_like(exchange.sent_counts) for _ in range(exchange.num_ranks)]
-    dist.all_gather(everyone, exchange.sent_counts)
-    received = [int(counts[exchange.rank]) for counts in everyone]
+    received = [int(counts[exchange.rank]) for counts in ranks.gather(exchange.sent_counts)]
     remote = max(sum(counts) - counts[exchange.rank] for counts in (sent, received))
     rows, pairs, width = sum(received), int(layer.expert_ends[-1]), shape.intermediate_size
     weights = 2 * shape.hidden_size * width * int(a["num_local_experts"])  # bytes of one matrix of each expert
@@ -93,4 +91,4 @@ def stage_floors(layer: GpuBaseline, num_tokens: int, ceilings: Ceilings) -> dic
     for name, size in zip(COLLECTIVES, (packet, row), strict=True):
         floors[name] = remote * size / ceilings.link_bytes_per_us + ceilings.collective_us[name]
     ordered = [stage.name for stage in stages.TEN_STAGES]
-    return dict(zip(ordered, over_ranks([floors[name] for name in ordered]), strict=True))
+    return dict(zip(ordered, ranks.reduce([floors[name] for name in ordered]), strict=True))

@@ -3,7 +3,8 @@
 The Baseline is ours; grouped_mm alone is torch's pair of grouped products on the Baseline's grouped rows, with no communication
 and no SwiGLU: the floor of any layer on these products; DeepGEMM's FP8 Mega MoE is measured where `deep_gemm` can be imported
 (sgl-deep-gemm 0.1.5 with apache-tvm-ffi 0.1.11), its input quantisation included, its routing not. Others come in by
-`--plug name=module:factory`, with `factory(shape, bound_tokens, group, experts)` giving `layer(hidden, logits, out=...)`.
+`--plug name=module:factory`, with `factory(shape, bound_tokens, group, experts)` giving `layer(hidden, logits, out=...)`. A
+process that is no rank (a switch) calls it with `experts` None: it then serves, and returns once the ranks are done.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from inc_runtime.config import Pipeline
 from megakernel.gpu_baseline import GpuBaseline, block_sizes
 from megakernel.launch_baseline import GpuKernels
 from megakernel.library_exchange import Counting, LibraryExchange
 from megakernel.reference import bf16_bound
 from results.layer_cases import Case, Experts, Inputs
+from results.layer_timing import Ranks
 
 Run = Callable[[], object]
 FP8_BOUND = 0.09
 """Relative error that FP8 operands may give: 4 bits of significand, three roundings; a swapped gate and up gives more than 1."""
 
 
-def make_baseline(case: Case, experts: Experts, kernels: GpuKernels, counting: Counting) -> GpuBaseline:
+def make_baseline(case: Case, ranks: Ranks, experts: Experts, kernels: GpuKernels, counting: Counting) -> GpuBaseline:
     """The Baseline with memory for `case.num_tokens` on each rank."""
     sizes = block_sizes(case.shape, case.num_tokens)
-    exchange = LibraryExchange(None, sizes, counting)
-    return GpuBaseline(case.shape, exchange, sizes, kernels, experts.own(dist.get_rank(), dist.get_world_size()))
+    exchange = LibraryExchange(ranks.group, sizes, counting)
+    return GpuBaseline(case.shape, exchange, sizes, kernels, experts.own(ranks))
 
 
 def captured(run: Run) -> Run:
@@ -71,11 +72,10 @@ def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, records: Callable
     """DeepGEMM's fused FP8 layer. `records()` gives ids and weights, made outside of its time. Collective."""
     import deep_gemm
 
-    shape, rank, num_ranks = case.shape, dist.get_rank(), dist.get_world_size()
-    own = experts.own(rank, num_ranks)
+    shape, own = case.shape, experts.own(inputs.ranks)
     buffer = deep_gemm.get_symm_buffer_for_mega_moe(
-        dist.group.WORLD, shape.num_experts, case.num_tokens, shape.top_k, shape.hidden_size, shape.intermediate_size,
-        mma_type="fp8xfp8",
+        inputs.ranks.group or dist.group.WORLD, shape.num_experts, case.num_tokens, shape.top_k, shape.hidden_size,
+        shape.intermediate_size, mma_type="fp8xfp8",
     )
     gate_up, down = deep_gemm.transform_weights_for_mega_moe_sm90(fp8_blocks(own.gate_up), fp8_blocks(own.down))
     ids, weights = records()
@@ -89,14 +89,11 @@ def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, records: Callable
     return run
 
 
-def plugged(spec: str, case: Case, inputs: Inputs, experts: Experts) -> tuple[str, Run]:
-    """An implementation from `name=module:factory`. Collective."""
+def plugged(spec: str) -> tuple[str, Callable]:
+    """Name and factory of an implementation from `name=module:factory`."""
     name, _, place = spec.partition("=")
     module, _, factory = place.partition(":")
-    own = experts.own(dist.get_rank(), dist.get_world_size())
-    pipeline = Pipeline(bound_tokens=case.num_tokens, microbatch_tokens=case.num_tokens)
-    layer = getattr(importlib.import_module(module), factory)(case.shape, pipeline.bound_tokens, None, own)
-    return name, lambda: layer(inputs.hidden, inputs.logits, out=inputs.out)
+    return name, getattr(importlib.import_module(module), factory)
 
 
 def fused_bound(inputs: Inputs) -> float:

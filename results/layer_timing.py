@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,28 +13,41 @@ AHEAD_CYCLES = 1_500_000
 """The GPU sleeps while the host launches everything: about 0.9 ms. Launch gaps of no side are counted."""
 
 
-class Starter:
-    """Lets the host run ahead, then lets all ranks' streams pass together."""
+@dataclass(frozen=True)
+class Ranks:
+    """The compute ranks of a job, one GPU each: a NCCL group of them. Its functions are collective over them."""
 
-    def __init__(self) -> None:
-        self._word = torch.zeros(1, device="cuda")
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
 
-    def __call__(self) -> None:
-        torch.cuda._sleep(AHEAD_CYCLES)
-        dist.all_reduce(self._word)
+    def together(self) -> Callable[[], None]:
+        """What starts a measured run: the host runs ahead, then the streams of all ranks pass at once."""
+        word = torch.zeros(1, device="cuda")
+
+        def start() -> None:
+            torch.cuda._sleep(AHEAD_CYCLES)
+            dist.all_reduce(word, group=self.group)
+
+        return start
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of every rank."""
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everyone, own, group=self.group)
+        return everyone
+
+    def reduce(self, values: list[float], join: Callable[[list[float]], float] = max) -> list[float]:
+        """Element by element: the largest (or `join`) over the ranks."""
+        everyone = self.gather(torch.tensor(values, dtype=torch.float64, device="cuda"))
+        return [join(column) for column in torch.stack(everyone).T.tolist()]
 
 
-def over_ranks(values: list[float], reduce: Callable[[list[float]], float] = max) -> list[float]:
-    """Element by element: the largest (or `reduce`) over the ranks. Collective."""
-    own = torch.tensor(values, dtype=torch.float64, device="cuda")
-    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, own)
-    return [reduce(column) for column in torch.stack(everyone).T.tolist()]
-
-
-def time_interleaved(functions: dict[str, Callable[[], object]], repeats: int, warm_ups: int = 2) -> dict[str, float]:
+def time_interleaved(
+    ranks: Ranks, functions: dict[str, Callable[[], object]], repeats: int, warm_ups: int = 2
+) -> dict[str, float]:
     """Microseconds of each function: median over the repeats of the maximum over the ranks. Collective."""
-    starter = Starter()
+    starter = ranks.together()
     for _ in range(warm_ups):
         for function in functions.values():
             function()
@@ -49,7 +63,7 @@ def time_interleaved(functions: dict[str, Callable[[], object]], repeats: int, w
             events[name].append(pair)
         torch.cuda.synchronize()
     return {
-        name: statistics.median(over_ranks([start.elapsed_time(end) * 1e3 for start, end in pairs]))
+        name: statistics.median(ranks.reduce([start.elapsed_time(end) * 1e3 for start, end in pairs]))
         for name, pairs in events.items()
     }
 
@@ -57,8 +71,8 @@ def time_interleaved(functions: dict[str, Callable[[], object]], repeats: int, w
 class StageClock:
     """Times of the stages of a layer that calls `mark(stage)` before each of them and `mark("end")`."""
 
-    def __init__(self) -> None:
-        self._starter = Starter()
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._starter = ranks, ranks.together()
         self._runs: list[list[tuple[str, torch.cuda.Event]]] = []
 
     def mark(self, stage: str) -> None:
@@ -82,5 +96,5 @@ class StageClock:
         result = {}
         for position, name in enumerate(names):
             spans = [run[position][1].elapsed_time(run[position + 1][1]) * 1e3 for run in self._runs]
-            result[name] = statistics.median(over_ranks(spans, min if name in collectives else max))
+            result[name] = statistics.median(self._ranks.reduce(spans, min if name in collectives else max))
         return result

@@ -1,6 +1,6 @@
 """Measure the MoE layer on GPUs, one rank per GPU: the Baseline, its stages, and the rivals, each checked before it is timed.
 
-    torchrun --nproc-per-node 2 -m results.measure_moe_layer [--tokens 1024 8192] [--shape olmoe qwen3 mixtral]
+    torchrun --nproc-per-node 2 -m results.measure_moe_layer [--deepgemm] [--tokens 1024 8192] [--shape olmoe qwen3 mixtral]
         [--routing uniform zipf hot-rank] [--stages 4096 8192] [--plug megakernel=module:factory]
     python -m results.measure_moe_layer --redraw results/data/moe_layer_native_COMMIT.csv
 
@@ -33,7 +33,7 @@ from results import layer_rivals as rivals
 from results.layer_cases import SHAPES, Case, Experts, Inputs
 from results.layer_floors import COLLECTIVES, Ceilings, measure_ceilings, stage_floors
 from results.layer_tables import COLUMNS, redraw
-from results.layer_timing import StageClock, time_interleaved
+from results.layer_timing import Ranks, StageClock, time_interleaved
 
 FOLDER = Path(__file__).resolve().parent
 SIZES = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
@@ -45,13 +45,14 @@ class Bench:
     """One job: its options, its kernels, and the rows of its data file."""
 
     options: argparse.Namespace
+    ranks: Ranks
     kernels: GpuKernels
     rows: list[dict[str, object]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     ceilings: Ceilings | None = None
 
     def say(self, text: str) -> None:
-        if dist.get_rank() == 0:
+        if self.ranks.rank == 0:
             print(f"{time.monotonic() - self.started:6.1f} s  {text}", flush=True)
 
     def add(self, case: Case, implementation: str, metric: str, value: float, unit: str, **more: object) -> None:
@@ -59,7 +60,7 @@ class Bench:
         self.rows.append(
             {
                 "measurement": "moe_layer", "source": "measured_gpu", "placement": "native", "implementation": implementation,
-                "num_ranks": dist.get_world_size(), "num_tokens": case.num_tokens, "microbatch_tokens": case.num_tokens,
+                "num_ranks": self.ranks.size, "num_tokens": case.num_tokens, "microbatch_tokens": case.num_tokens,
                 "metric": metric, "value": f"{value:.6g}", "unit": unit, "shape": case.shape_name,
                 "routing": case.routing.value, "num_experts": shape.num_experts, "top_k": shape.top_k,
                 "hidden": shape.hidden_size, "intermediate": shape.intermediate_size, **more,
@@ -69,9 +70,9 @@ class Bench:
 
 def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
     """Check and time every implementation on one case, then the stages of the Baseline."""
-    inputs = Inputs(case, experts, dist.get_rank(), dist.get_world_size())
-    layer = rivals.make_baseline(case, experts, bench.kernels, Counting.BOUNDED)
-    counted = rivals.make_baseline(case, experts, bench.kernels, Counting.COUNTED)
+    ranks, inputs = bench.ranks, Inputs(case, experts, bench.ranks)
+    layer = rivals.make_baseline(case, ranks, experts, bench.kernels, Counting.BOUNDED)
+    counted = rivals.make_baseline(case, ranks, experts, bench.kernels, Counting.COUNTED)
     eager = lambda: layer(inputs.hidden, inputs.logits, out=inputs.out)  # noqa: E731
     functions: dict[str, rivals.Run] = {"baseline_eager": eager}
     functions["baseline_counted"] = lambda: counted(inputs.hidden, inputs.logits, out=inputs.out)
@@ -81,7 +82,9 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
     if not bench.options.no_graph:
         functions["baseline"] = rivals.captured(eager)
     for spec in bench.options.plug:
-        name, functions[name] = rivals.plugged(spec, case, inputs, experts)
+        name, factory = rivals.plugged(spec)
+        plugged = factory(case.shape, case.num_tokens, ranks.group, experts.own(ranks))
+        functions[name] = lambda plugged=plugged: plugged(inputs.hidden, inputs.logits, out=inputs.out)
         bounds[name] = rivals.fused_bound(inputs)
     if bench.options.deepgemm:
         k = case.shape.top_k
@@ -96,7 +99,7 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
         bench.add(case, name, "relative_error", inputs.check(name, functions[name], bounds.get(name)), "1")
     layer.raise_on_error()
     functions["grouped_mm"] = rivals.grouped_mm_pair(layer)
-    times = time_interleaved(functions, bench.options.repeats)
+    times = time_interleaved(ranks, functions, bench.options.repeats)
     for name, value in times.items():
         bench.add(case, name, "layer_time", value, "us")
     bench.say(f"{case.shape_name} {case.routing.value} {case.num_tokens}: " + ", ".join(
@@ -111,7 +114,7 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
 def measure_stages(bench: Bench, case: Case, layer: rivals.GpuBaseline, inputs: Inputs) -> None:
     """Time and floor of each stage of the Baseline."""
     if bench.ceilings is None:
-        c = bench.ceilings = measure_ceilings(layer)
+        c = bench.ceilings = measure_ceilings(bench.ranks, layer)
         measured = [
             ("copy_peak", c.bytes_per_us / 1e3, "GB/s"), ("product_peak", c.operations_per_us / 1e6, "TFLOP/s"),
             ("link_peak", c.link_bytes_per_us / 1e3, "GB/s"), ("launch", c.launch_us, "us"),
@@ -120,9 +123,9 @@ def measure_stages(bench: Bench, case: Case, layer: rivals.GpuBaseline, inputs: 
         bench.say("ceilings: " + ", ".join(f"{metric} {value:.4g} {unit}" for metric, value, unit in measured))
         for metric, value, unit in measured:
             bench.add(case, "baseline", metric, value, unit)
-    clock = StageClock()
+    clock = StageClock(bench.ranks)
     clock.run(lambda: layer(inputs.hidden, inputs.logits, out=inputs.out, mark=clock.mark), bench.options.repeats)
-    seen, floors = clock.medians(COLLECTIVES), stage_floors(layer, case.num_tokens, bench.ceilings)
+    seen, floors = clock.medians(COLLECTIVES), stage_floors(bench.ranks, layer, case.num_tokens, bench.ceilings)
     for stage, value in seen.items():
         bench.add(case, "baseline", "stage_time", value, "us", stage=stage)
         bench.add(case, "baseline", "stage_floor", floors[stage], "us", stage=stage)
@@ -137,7 +140,7 @@ def write_csv(bench: Bench, path: Path) -> None:
     software["Python"] = sys.version.split()[0]
     with path.open("w", newline="", encoding="utf-8") as file:
         file.write(f"# date: {datetime.datetime.now().isoformat(timespec='seconds')}\n")
-        file.write(f"# device: {dist.get_world_size()} x {torch.cuda.get_device_name(0)}; placement: native, one rank per GPU\n")
+        file.write(f"# device: {bench.ranks.size} x {torch.cuda.get_device_name(0)}; placement: native, one rank per GPU\n")
         file.write(f"# commit: {bench.options.commit}\n")
         file.write(f"# software: {', '.join(f'{name} {version}' for name, version in software.items())}\n")
         file.write(f"# command: torchrun -m results.measure_moe_layer {' '.join(sys.argv[1:])}\n")
@@ -146,18 +149,43 @@ def write_csv(bench: Bench, path: Path) -> None:
         writer.writerows(bench.rows)
 
 
+def join(options: argparse.Namespace) -> Ranks | None:
+    """The ranks of this job; None on a process that is none of them. Collective over all processes."""
+    own, total = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    size = options.ranks or total
+    if own < size:
+        device = torch.device("cuda", own % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        check_gpu(device)
+    if size == total:
+        dist.init_process_group("nccl", device_id=device)
+        return Ranks(None, own, size)
+    dist.init_process_group("gloo")
+    group = dist.new_group(list(range(size)), backend="nccl")
+    return Ranks(group, own, size) if own < size else None
+
+
 def run(options: argparse.Namespace) -> None:
     """Every case of the options. Collective."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    check_gpu(torch.device("cuda", torch.cuda.current_device()))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    bench = Bench(options, GpuKernels())
-    path = options.output or FOLDER / "data" / f"moe_layer_native_{options.commit}.csv"
+    ranks = join(options)
     cases = [
         Case(shape, tokens, Routing(routing))
         for shape in options.shape for routing in options.routing for tokens in options.tokens
     ]
-    experts: Experts | None = None
+    if ranks is None:
+        for case in cases:
+            for spec in options.plug:
+                rivals.plugged(spec)[1](case.shape, case.num_tokens, None, None)
+    else:
+        measure(Bench(options, ranks, GpuKernels()), cases)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(bench: Bench, cases: list[Case]) -> None:
+    """Measure all cases, and write what is known after each."""
+    options, experts = bench.options, None
+    path = options.output or FOLDER / "data" / f"moe_layer_native_{options.commit}.csv"
     for number, case in enumerate(cases, 1):
         if experts is None or experts.shape != case.shape:
             experts = None
@@ -167,12 +195,10 @@ def run(options: argparse.Namespace) -> None:
         measure_case(bench, case, experts)
         gc.collect()
         torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
+        if bench.ranks.rank == 0:
             write_csv(bench, path)
-    if dist.get_rank() == 0:
+    if bench.ranks.rank == 0:
         redraw(path, FOLDER if options.output is None else path.parent)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def commit_name() -> str:
@@ -187,6 +213,7 @@ def main() -> None:
     parser.add_argument("--routing", nargs="+", choices=[routing.value for routing in Routing], default=["uniform"])
     parser.add_argument("--stages", type=int, nargs="*", default=[4096, 8192, 16384, 65536], help="also stage by stage")
     parser.add_argument("--plug", nargs="*", default=[], help="name=module:factory, see layer_rivals.py")
+    parser.add_argument("--ranks", type=int, help="compute ranks; further processes of the job serve the plugged layers")
     parser.add_argument("--deepgemm", action="store_true", help="also DeepGEMM's FP8 layer")
     parser.add_argument("--no-graph", action="store_true", help="do not capture the Baseline")
     parser.add_argument("--repeats", type=int, default=15)

@@ -24,10 +24,15 @@ from megakernel.reference import bf16_bound, route_reference
 from megakernel.workload import Routing
 from results.layer_cases import BASELINE_SUM_ROUNDINGS, SHAPES, Case, Experts, Inputs
 from results.layer_rivals import captured, make_baseline
+from results.layer_timing import Ranks
 
 ODD = LayerShape(num_experts=9, top_k=3, hidden_size=1032, intermediate_size=136)
 BIASED = LayerShape(100, 6, 512, 256, Router.SIGMOID, renormalize=True)
 BOUND = 1536
+
+
+def all_ranks() -> Ranks:
+    return Ranks(None, dist.get_rank(), dist.get_world_size())
 
 
 def say(text: str) -> None:
@@ -44,18 +49,17 @@ def compare(name: str, experts: Experts, hidden: torch.Tensor, ids: np.ndarray, 
     if len(out):
         expected = experts.float64_layer(hidden, ids, weights)
         error = float((out.double() - expected).norm() / expected.norm()) if expected.any() else float(out.abs().max())
-    worst = torch.tensor([error if bool(torch.isfinite(out).all()) else torch.inf], device="cuda")
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    say(f"{name}: error {float(worst):.2e}, bound {bound:.2e}")
-    assert float(worst) <= bound, name
+    [worst] = all_ranks().reduce([error if bool(torch.isfinite(out).all()) else torch.inf])
+    say(f"{name}: error {worst:.2e}, bound {bound:.2e}")
+    assert worst <= bound, name
 
 
 def check_layer(name: str, shape: LayerShape, pattern: tuple[int, ...], push: int = 0, bias: bool = False) -> None:
     """Logits of scale 1; `push`: how many of the first experts get all tokens."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     experts, generator = Experts(shape), torch.Generator(device="cuda").manual_seed(rank)
     on_bias = torch.randn(shape.num_experts, generator=torch.Generator().manual_seed(5)) if bias else None
-    layer = MoELayer(shape, Pipeline(BOUND, BOUND), Implementation.BASELINE, None, experts.own(rank, num_ranks), bias=on_bias)
+    layer = MoELayer(shape, Pipeline(BOUND, BOUND), Implementation.BASELINE, None, experts.own(all_ranks()), bias=on_bias)
     count = tokens_of(rank, pattern)
     for _ in range(3):  # memory of the call before must not shine through
         hidden = torch.randn(count, shape.hidden_size, generator=generator, device="cuda").bfloat16()
@@ -74,7 +78,7 @@ def check_layer(name: str, shape: LayerShape, pattern: tuple[int, ...], push: in
 
 def check_given(shape: LayerShape) -> None:
     rank, rng, experts = dist.get_rank(), np.random.default_rng(dist.get_rank()), Experts(shape)
-    layer = MoELayer(shape, Pipeline(BOUND, BOUND), Implementation.BASELINE, None, experts.own(rank, dist.get_world_size()))
+    layer = MoELayer(shape, Pipeline(BOUND, BOUND), Implementation.BASELINE, None, experts.own(all_ranks()))
     ids = rng.integers(-1, shape.num_experts, (700 + rank, shape.top_k))
     ids[0], ids[1] = -1, 5  # a token of nobody, one expert k times
     weights = rng.random(ids.shape, np.float32)
@@ -88,8 +92,9 @@ def check_given(shape: LayerShape) -> None:
 def check_bits() -> None:
     """Bounded and counted exchanges, eager and captured calls give the same bits, 20 times."""
     case, experts = Case("olmoe", 1024, Routing.ZIPF), Experts(OLMOE_1B_7B)
-    inputs, kernels = Inputs(case, experts, dist.get_rank(), dist.get_world_size()), GpuKernels()
-    bounded, counted = (make_baseline(case, experts, kernels, counting) for counting in Counting)
+    ranks, kernels = all_ranks(), GpuKernels()
+    inputs = Inputs(case, experts, ranks)
+    bounded, counted = (make_baseline(case, ranks, experts, kernels, counting) for counting in Counting)
     bounded(inputs.hidden, inputs.logits, out=inputs.out)
     expected = inputs.out.clone()
     runs = {
@@ -105,8 +110,8 @@ def check_bits() -> None:
 
 
 def check_refusals() -> None:
-    shape, rank, num_ranks = ODD, dist.get_rank(), dist.get_world_size()
-    own = Experts(shape).own(rank, num_ranks)
+    shape = ODD
+    own = Experts(shape).own(all_ranks())
     pipeline = Pipeline(16, 16)
 
     def made(pipeline=pipeline, experts=own, **more):
