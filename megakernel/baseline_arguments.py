@@ -50,7 +50,8 @@ BASELINE_ARGUMENTS = np.dtype(
         ("given_weights", "<u8"),  # [num_tokens, k] float32
         ("output", "<u8"),  # [num_tokens, H] bfloat16
         # tensors between the stages
-        ("records", "<u8"),  # [num_tokens] of k ids (int32), k weights (float32)
+        ("expert_ids", "<u8"),  # [num_tokens, k] int32
+        ("weights", "<u8"),  # [num_tokens, k] float32
         ("token_ranks", "<u8"),  # [num_tokens] uint32: the ranks that get the token
         ("slots", "<u8"),  # [num_tokens, W] int32
         ("grouped", "<u8"),  # [pairs, H] bfloat16
@@ -59,9 +60,11 @@ BASELINE_ARGUMENTS = np.dtype(
         ("projections", "<u8"),  # [pairs, 2I] bfloat16
         ("activations", "<u8"),  # [pairs, I] bfloat16
         ("expert_outputs", "<u8"),  # [pairs, H] bfloat16
-        # blocks by rank: packets out and in, partial sums out and in
+        # by rank: packets out; rows, records (k ids, k weights) and their number in; partial sums out and in
         ("send_blocks", "<u8", (MAX_RANKS,)),
-        ("received_blocks", "<u8", (MAX_RANKS,)),
+        ("received_rows", "<u8", (MAX_RANKS,)),
+        ("received_records", "<u8", (MAX_RANKS,)),
+        ("received_counts", "<u8", (MAX_RANKS,)),
         ("partial_blocks", "<u8", (MAX_RANKS,)),
         ("returned_blocks", "<u8", (MAX_RANKS,)),
         # what blocks of one launch tell each other
@@ -80,7 +83,8 @@ BASELINE_ARGUMENTS = np.dtype(
         ("larger_ranks", "<i4"),  # E mod W: the first ranks hold one more
         ("first_expert", "<i4"),
         ("num_local_experts", "<i4"),
-        ("packet_bytes", "<i4"),
+        ("row_stride", "<i4"),  # bytes from one received row to the next, and of their records; a packet is both
+        ("record_stride", "<i4"),
         ("router", "<i4"),
         ("renormalize", "<i4"),
     ],

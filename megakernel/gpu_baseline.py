@@ -23,7 +23,6 @@ from megakernel.baseline_arguments import (
     RouterKind,
     error_of,
     packet_bytes,
-    record_bytes,
 )
 from megakernel.checkpoint import ExpertWeights
 from megakernel.launch_baseline import ROUTE_SIZES, Allocate, Kernels
@@ -76,8 +75,7 @@ class GpuBaseline:
         a = self.arguments = np.zeros((), BASELINE_ARGUMENTS)
         for name, tensor in self._memory.items():
             a[name] = tensor.data_ptr()
-        for name in ("send", "received", "partial", "returned"):
-            a[f"{name}_blocks"][: exchange.num_ranks] = getattr(exchange.blocks, name)
+        self._fill_places(a, exchange)
         a["sent_counts"] = exchange.sent_counts.data_ptr()
         a["error_word"] = kernels.error_address
         a["bias"] = 0 if bias is None else bias.data_ptr()
@@ -85,15 +83,28 @@ class GpuBaseline:
             a[name] = getattr(shape, name)
         a["smaller_share"], a["larger_ranks"] = divmod(shape.num_experts, exchange.num_ranks)
         a["num_ranks"], a["first_expert"] = exchange.num_ranks, experts.experts.start
-        a["num_local_experts"], a["packet_bytes"] = len(experts.experts), sizes.packet_bytes
+        a["num_local_experts"] = len(experts.experts)
         a["router"], a["renormalize"] = RouterKind.of(shape, bias is not None), shape.renormalize
+
+    @staticmethod
+    def _fill_places(a: np.ndarray, exchange: Exchange) -> None:
+        places, num_ranks = exchange.places, exchange.num_ranks
+        fields = {"send_blocks": places.send or [0] * num_ranks, "partial_blocks": places.partial}
+        fields |= {"returned_blocks": places.returned, "received_rows": places.received_rows}
+        fields |= {"received_records": places.received_records, "received_counts": places.received_counts}
+        for name, addresses in fields.items():
+            a[name][:num_ranks] = addresses
+        a["row_stride"], a["record_stride"] = places.row_stride, places.record_stride
+        if places.slots:
+            a["slots"] = places.slots
 
     def _allocate(self, allocate: Allocate) -> None:
         shape, num_ranks, bound = self.shape, self.exchange.num_ranks, self.bound_tokens
         rows, num_local, blocks = num_ranks * bound, len(self.experts.experts), self.kernels.num_mover_blocks
         pairs = rows * shape.top_k
         num_bytes = {
-            "records": bound * record_bytes(shape.top_k),
+            "expert_ids": 4 * bound * shape.top_k,
+            "weights": 4 * bound * shape.top_k,
             "token_ranks": 4 * bound,
             "slots": 4 * bound * num_ranks,
             "grouped": 2 * pairs * shape.hidden_size,
@@ -108,7 +119,9 @@ class GpuBaseline:
         self.grouped = self._memory["grouped"].view(torch.bfloat16).view(pairs, shape.hidden_size)
         self.activations = self._memory["activations"].view(torch.bfloat16).view(pairs, shape.intermediate_size)
         self.expert_ends = self._memory["expert_ends"][: 4 * num_local].view(torch.int32)
-        self.records = self._memory["records"].view(torch.int32).view(bound, 2 * shape.top_k)
+        chosen = bound, shape.top_k
+        self.expert_ids = self._memory["expert_ids"][: 4 * bound * shape.top_k].view(torch.int32).view(chosen)
+        self.weights = self._memory["weights"][: 4 * bound * shape.top_k].view(torch.float32).view(chosen)
 
     def raise_on_error(self) -> None:
         """Raise ConfigurationError if a finished call met an error that only the GPU could see."""
@@ -147,9 +160,10 @@ class GpuBaseline:
             a["given_ids"], a["given_weights"] = expert_ids.data_ptr(), weights.data_ptr()
             launch("route_given", a, num_tokens)
         mark(stages.PACK.name)
-        launch("pack", a)
+        if self.exchange.places.send:
+            launch("pack", a)
         mark(stages.DISPATCH.name)
-        self.exchange.dispatch(bound)
+        self.exchange.dispatch(a, bound)
         mark(stages.GROUP.name)
         launch("group", a)
         mark(stages.MATMUL_GATE_UP.name)

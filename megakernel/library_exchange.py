@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -37,30 +38,40 @@ class BlockSizes:
 
 
 @dataclass(frozen=True)
-class BlockAddresses:
-    """Device addresses by rank: where packets for it are written and where its packets arrive; the same of partial sums."""
+class Places:
+    """Where an exchange takes and leaves what it carries: device addresses by rank, and strides in bytes.
+
+    `send`: blocks for packets, empty where the exchange makes its messages itself. Received: the first row, the first record
+    (k ids, k weights) and the number (int32) of the rows from each rank. `partial`, `returned`: runs of H bfloat16, out and in.
+    `slots`: where the exchange keeps the place of each token's row per rank [N, W] int32; 0: the pack kernel writes it.
+    """
 
     send: list[int]
-    received: list[int]
+    received_rows: list[int]
+    received_records: list[int]
+    received_counts: list[int]
     partial: list[int]
     returned: list[int]
+    row_stride: int
+    record_stride: int
+    slots: int = 0
 
 
 class Exchange(Protocol):
-    """Carries blocks between the ranks, on the current stream. Collective: every rank calls, in the same order."""
+    """Carries rows and partial sums between the ranks, on the current stream. Collective: every rank calls, in the same order."""
 
     rank: int
     num_ranks: int
-    blocks: BlockAddresses
+    places: Places
     sent_counts: torch.Tensor
     """[num_ranks] int32: packets for each rank, written by the pack kernel."""
 
-    def dispatch(self, bound_tokens: int) -> None:
-        """Packets to their ranks; no rank brought more than `bound_tokens` tokens."""
+    def dispatch(self, call: np.ndarray, bound_tokens: int) -> None:
+        """Rows to their ranks. `call`: BASELINE_ARGUMENTS; no rank brought more than `bound_tokens` tokens."""
         ...
 
     def combine(self, bound_tokens: int) -> None:
-        """Partial sums back to the ranks whose packets they answer."""
+        """Partial sums back to the ranks whose rows they answer."""
         ...
 
 
@@ -93,10 +104,22 @@ class BlockMemory:
         memory = allocate(max(stride * len(ranks), 16))
         return {rank: memory[i * stride : i * stride + num_bytes] for i, rank in enumerate(ranks)}
 
-    @property
-    def addresses(self) -> BlockAddresses:
-        kinds = self.send, self.received, self.partial, self.returned
-        return BlockAddresses(*([blocks[rank].data_ptr() for rank in sorted(blocks)] for blocks in kinds))
+    def places(self, sizes: BlockSizes) -> Places:
+        """Addresses of the blocks; a packet is a row with its record behind."""
+
+        def addresses(blocks: dict[int, torch.Tensor], offset: int = 0) -> list[int]:
+            return [blocks[rank].data_ptr() + offset for rank in sorted(blocks)]
+
+        return Places(
+            send=addresses(self.send),
+            received_rows=addresses(self.received, HEADER_BYTES),
+            received_records=addresses(self.received, HEADER_BYTES + sizes.row_bytes),
+            received_counts=addresses(self.received),
+            partial=addresses(self.partial),
+            returned=addresses(self.returned),
+            row_stride=sizes.packet_bytes,
+            record_stride=sizes.packet_bytes,
+        )
 
 
 class RegisteredMemory:
@@ -139,7 +162,7 @@ class LibraryExchange:
         self._registered = RegisteredMemory(group)
         allocate = self._registered.allocate
         self.memory = BlockMemory(self.rank, self.num_ranks, sizes, allocate)
-        self.blocks = self.memory.addresses
+        self.places = self.memory.places(sizes)
         self._counts = allocate(2 * 4 * self.num_ranks).view(torch.int32).view(2, self.num_ranks)
         self.sent_counts = self._counts[0]
         self._packets: tuple[list[int], list[int]] = ([], [])  # sent to and received from each rank, of the last dispatch
@@ -149,7 +172,7 @@ class LibraryExchange:
         """Give the memory's registration back. The exchange is not used afterwards."""
         self._registered.close()
 
-    def dispatch(self, bound_tokens: int) -> None:
+    def dispatch(self, call: np.ndarray, bound_tokens: int) -> None:
         """See `Exchange`. With `COUNTED`, the host waits for the counts here."""
         self._packets = ([bound_tokens] * self.num_ranks, [bound_tokens] * self.num_ranks)
         if self.counting is Counting.COUNTED:

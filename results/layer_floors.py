@@ -46,7 +46,7 @@ def measure_ceilings(ranks: Ranks, layer: GpuBaseline, repeats: int = 11) -> Cei
             "product": lambda: torch.mm(left, right, out=product),
             "link": lambda: there.copy_(here),
             "launch": lambda: layer.kernels.launch("do_nothing", layer.arguments),
-            stages.DISPATCH.name: lambda: exchange.dispatch(1),
+            stages.DISPATCH.name: lambda: exchange.dispatch(layer.arguments, 1),
             stages.COMBINE.name: lambda: exchange.combine(1),
         },
         repeats,
@@ -63,7 +63,7 @@ def measure_ceilings(ranks: Ranks, layer: GpuBaseline, repeats: int = 11) -> Cei
 def stage_floors(ranks: Ranks, layer: GpuBaseline, num_tokens: int, ceilings: Ceilings) -> dict[str, float]:
     """Microseconds by stage, of the rank that has most to do, for the routing of the last call. Collective."""
     shape, exchange, a = layer.shape, layer.exchange, layer.arguments
-    row, packet, record = 2 * shape.hidden_size, int(a["packet_bytes"]), record_bytes(shape.top_k)
+    row, packet, record = 2 * shape.hidden_size, int(a["row_stride"]), record_bytes(shape.top_k)
     torch.cuda.synchronize()
     sent = exchange.sent_counts.tolist()
     received = [int(counts[exchange.rank]) for counts in ranks.gather(exchange.sent_counts)]

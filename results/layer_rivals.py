@@ -68,8 +68,8 @@ def fp8_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (blocks / scale).to(torch.float8_e4m3fn).view(num, n, k), scale.view(num, n // 128, k // 128)
 
 
-def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, records: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Run:
-    """DeepGEMM's fused FP8 layer. `records()` gives ids and weights, made outside of its time. Collective."""
+def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, ids: torch.Tensor, weights: torch.Tensor) -> Run:
+    """DeepGEMM's fused FP8 layer on ids [N, k] int32 and weights [N, k] float32, made outside of its time. Collective."""
     import deep_gemm
 
     shape, own = case.shape, experts.own(inputs.ranks)
@@ -78,7 +78,6 @@ def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, records: Callable
         shape.intermediate_size, mma_type="fp8xfp8",
     )
     gate_up, down = deep_gemm.transform_weights_for_mega_moe_sm90(fp8_blocks(own.gate_up), fp8_blocks(own.down))
-    ids, weights = records()
 
     def run() -> None:
         deep_gemm.mega_moe_pre_dispatch_sm90(

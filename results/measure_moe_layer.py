@@ -87,13 +87,7 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
         functions[name] = lambda plugged=plugged: plugged(inputs.hidden, inputs.logits, out=inputs.out)
         bounds[name] = rivals.fused_bound(inputs)
     if bench.options.deepgemm:
-        k = case.shape.top_k
-
-        def records() -> tuple[torch.Tensor, torch.Tensor]:
-            both = layer.records[: case.num_tokens]
-            return both[:, :k].contiguous(), both[:, k:].contiguous().view(torch.float32)
-
-        functions[DEEPGEMM] = rivals.deepgemm_fp8(case, inputs, experts, records)
+        functions[DEEPGEMM] = rivals.deepgemm_fp8(case, inputs, experts, layer.expert_ids.clone(), layer.weights.clone())
         bounds[DEEPGEMM] = rivals.FP8_BOUND
     for name in [name for name in functions if name not in ("baseline_eager", "baseline_counted")]:
         bench.add(case, name, "relative_error", inputs.check(name, functions[name], bounds.get(name)), "1")

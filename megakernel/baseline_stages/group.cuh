@@ -1,6 +1,6 @@
 // Stage 3 of the Baseline, group: a copy of every received row for each of its experts here, rows of one expert together.
 // Twin: megakernel/experts.py, group. The order within an expert is that of the received rows (by sender, then by packet).
-// Reads: received blocks. Writes: grouped [pairs, H] bf16; pair_positions [rows, k]: the grouped row of a choice, -1 where
+// Reads: received rows, records and counts. Writes: grouped [pairs, H] bf16; pair_positions [rows, k]: the grouped row of a choice, -1 where
 // it is none of this rank's; expert_ends [E / W] int32: where the rows of each expert end.
 // Cost: see results/data/moe_layer_*.csv.
 #pragma once
@@ -17,21 +17,19 @@ struct GroupShared {
 
 // The pairs (row, column) of up to 32 / k rows, one in each lane.
 struct Pairs {
-  uint64_t packet;  // of the lane's row
-  int expert;       // of this rank, or -1
-  uint32_t peers;   // lanes with the same expert
+  uint64_t row;    // address of the lane's row
+  int expert;      // of this rank, or -1
+  uint32_t peers;  // lanes with the same expert
   int num_rows;
 
   __device__ __forceinline__ Pairs(const BaselineArguments& arguments, const ReceivedRows& received, int first, int last) {
-    const int top_k = arguments.top_k, row = first + lane_id() / top_k, column = lane_id() % top_k;
+    const int top_k = arguments.top_k, number = first + lane_id() / top_k;
     num_rows = min(LANES / top_k, last - first);
     const bool valid = lane_id() < num_rows * top_k;
-    const int number = valid ? row : first;
-    packet = received.packet_of(number, received.source_of(number, arguments.num_ranks), arguments.packet_bytes);
-    expert = -1;
+    const ReceivedRow from(arguments, received, valid ? number : first);
+    row = from.row, expert = -1;
     if (valid) {
-      const int32_t* ids = reinterpret_cast<const int32_t*>(packet + int64_t(arguments.hidden_size) * sizeof(__nv_bfloat16));
-      const int local = __ldg(ids + column) - arguments.first_expert;
+      const int local = __ldg(from.expert_ids + lane_id() % top_k) - arguments.first_expert;
       if (local >= 0 && local < arguments.num_local_experts) expert = local;
     }
     peers = __match_any_sync(ALL_LANES, expert);
@@ -82,7 +80,7 @@ __device__ __forceinline__ void group(const BaselineArguments& arguments, GroupS
   Pairs pairs(arguments, received, share.first, max(share.last, share.first));
   RowPart part;  // the first row travels while the blocks meet
   if (share.first < share.last)
-    part.load(reinterpret_cast<const void*>(__shfl_sync(ALL_LANES, pairs.packet, 0)), 0, num_words);
+    part.load(reinterpret_cast<const void*>(__shfl_sync(ALL_LANES, pairs.row, 0)), 0, num_words);
   const Pairs first_pairs = pairs;
   for (int first = share.first; first < share.last; first += step) {
     if (first > share.first) pairs = Pairs(arguments, received, first, share.last);
@@ -117,11 +115,11 @@ __device__ __forceinline__ void group(const BaselineArguments& arguments, GroupS
     const uint64_t target = arguments.grouped + uint64_t(max(position, 0)) * row_bytes;
     const uint32_t takers = __ballot_sync(ALL_LANES, position >= 0);
     for (int row = 0; row < pairs.num_rows; ++row) {
-      const void* source = reinterpret_cast<const void*>(__shfl_sync(ALL_LANES, pairs.packet, row * top_k));
+      const void* source = reinterpret_cast<const void*>(__shfl_sync(ALL_LANES, pairs.row, row * top_k));
       const bool last = row + 1 == pairs.num_rows;
-      const uint64_t next_packet = last ? __shfl_sync(ALL_LANES, following.packet, 0) : __shfl_sync(ALL_LANES, pairs.packet, (row + 1) * top_k);
+      const uint64_t next_row = last ? __shfl_sync(ALL_LANES, following.row, 0) : __shfl_sync(ALL_LANES, pairs.row, (row + 1) * top_k);
       RowPart ahead;  // the next row travels while this one is stored
-      if (!last || more) ahead.load(reinterpret_cast<const void*>(next_packet), 0, num_words);
+      if (!last || more) ahead.load(reinterpret_cast<const void*>(next_row), 0, num_words);
       const uint32_t columns = top_k < LANES ? bits_below(top_k) << (row * top_k) : ALL_LANES;
       copy_row(part, source, target, takers & columns, num_words);
       part = ahead;

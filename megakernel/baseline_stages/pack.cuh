@@ -2,9 +2,9 @@
 // takes, in the order of the tokens. A packet is the row, then its record; a block is a header with their number, then
 // the packets. The block for this rank itself is written where it would be received.
 // Twin: megakernel/baseline.py, pack.
-// Reads: tokens [N, H] bf16, records, token_ranks. Every block counts the tokens before its own anew, rather than meet the others:
-// a barrier over the grid cost 8 us. Writes: send_blocks[rank]; sent_counts [W]; slots [N, W]: the place of a token's
-// packet in the block, -1 where that rank does not get it.
+// Every block counts the tokens before its own anew, rather than meet the others: a barrier over the grid cost 8 us.
+// Reads: tokens [N, H] bf16, expert_ids, weights, token_ranks. Writes: send_blocks[rank]; sent_counts [W]; slots [N, W]: the
+// place of a token's packet in the block, -1 where that rank does not get it.
 // Cost: see results/data/moe_layer_*.csv.
 #pragma once
 
@@ -51,20 +51,22 @@ __device__ __forceinline__ int rows_of_ranks(const BaselineArguments& arguments,
   return rows;
 }
 
+// The packet of a token to the address that lane r holds, for each rank r that it goes to.
 __device__ __forceinline__ void send_packet(const BaselineArguments& arguments, int token, RowPart& part, bool goes,
                                             uint64_t packet, int num_words) {
   const uint32_t takers = __ballot_sync(ALL_LANES, goes);
   const int64_t row_bytes = int64_t(arguments.hidden_size) * sizeof(__nv_bfloat16);
+  const int lane = lane_id(), top_k = arguments.top_k;
+  const int64_t place = int64_t(token) * top_k + lane;
+  int32_t expert = 0, weight = 0;
+  if (lane < top_k) {
+    expert = __ldg(reinterpret_cast<const int32_t*>(arguments.expert_ids) + place);
+    weight = __ldg(reinterpret_cast<const int32_t*>(arguments.weights) + place);
+  }
   copy_row(part, reinterpret_cast<const void*>(arguments.tokens + token * row_bytes), packet, takers, num_words);
-  const int record_words = 2 * arguments.top_k;
-  const int32_t* record = reinterpret_cast<const int32_t*>(arguments.records) + int64_t(token) * record_words;
-  for (int first = 0; first < record_words; first += LANES) {
-    const int w = first + lane_id();
-    const int32_t value = w < record_words ? __ldg(record + w) : 0;
-    for (uint32_t left = takers; left != 0; left &= left - 1) {
-      const uint64_t target = __shfl_sync(ALL_LANES, packet, __ffs(left) - 1) + row_bytes;
-      if (w < record_words) reinterpret_cast<int32_t*>(target)[w] = value;
-    }
+  for (uint32_t left = takers; left != 0; left &= left - 1) {
+    int32_t* record = reinterpret_cast<int32_t*>(__shfl_sync(ALL_LANES, packet, __ffs(left) - 1) + row_bytes);
+    if (lane < top_k) record[lane] = expert, record[top_k + lane] = weight;
   }
 }
 
@@ -99,7 +101,7 @@ __device__ __forceinline__ void pack(const BaselineArguments& arguments, PackSha
       if (lane < num_ranks) slots[int64_t(token) * num_ranks + lane] = goes ? position : -1;
       RowPart ahead;  // the next row travels while this one is stored
       if (token + 1 < share.last) ahead.load(reinterpret_cast<const void*>(arguments.tokens + (token + 1) * row_bytes), 0, num_words);
-      send_packet(arguments, token, part, goes, packets + uint64_t(position) * arguments.packet_bytes, num_words);
+      send_packet(arguments, token, part, goes, packets + uint64_t(position) * arguments.row_stride, num_words);
       part = ahead;
     }
     next += __popc(takers);

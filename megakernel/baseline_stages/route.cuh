@@ -1,7 +1,7 @@
 // Stage 1 of the Baseline, route: experts and weights of each token, from logits or from what the caller chose.
 // Twin: inc_runtime/routing.py, route. Ids are equal to the twin's; weights agree within float32 rounding.
 // Reads: logits [N, E] float32 (and bias [E] float32), or given_ids [N, k] int32 and given_weights [N, k] float32.
-// Writes: records [N] of k ids (int32), then k weights (float32). Reports a logit that is not finite, an id that does not exist.
+// Writes: expert_ids [N, k] int32, weights [N, k] float32. Reports a logit that is not finite, an id that does not exist.
 // Writes too: token_ranks [N]: the mask of the ranks whose experts a token takes.
 // G lanes hold a token, 8 neighbouring experts each, so that a warp routes 32 / G tokens at once. A choice is the largest key,
 // then the lowest expert that has it: the lowest lane, then the lowest of its 8.
@@ -88,9 +88,9 @@ struct SortedLane {
 
 // Writes the choice of column `c`, which one lane holds, and the mask of the ranks.
 __device__ __forceinline__ void write_choice(const BaselineArguments& arguments, int token, int c, int expert, float weight) {
-  int32_t* record = reinterpret_cast<int32_t*>(arguments.records) + int64_t(token) * 2 * arguments.top_k;
-  record[c] = expert;
-  record[arguments.top_k + c] = __float_as_int(weight);
+  const int64_t place = int64_t(token) * arguments.top_k + c;
+  reinterpret_cast<int32_t*>(arguments.expert_ids)[place] = expert;
+  reinterpret_cast<float*>(arguments.weights)[place] = weight;
 }
 
 // Columns beyond the first G belong to the same lanes again. All lanes of the warp call it.

@@ -1,8 +1,8 @@
 // Stage 7 of the Baseline, reduce, and its extra stage after the combine, global reduce: sums of rows in float32, in a fixed
 // order, rounded once. One warp per row.
 // Twins: megakernel/experts.py, reduce (order of the columns of choice here); megakernel/baseline.py (order of the ranks).
-// Reduce reads: expert_outputs [pairs, H] bf16, pair_positions, records of the received packets; writes: partial_blocks[rank],
-// rows of H bf16 in the order of that rank's packets. Global reduce reads: returned_blocks[rank], slots; writes: output [N, H].
+// Reduce reads: expert_outputs [pairs, H] bf16, pair_positions, received records; writes: partial_blocks[rank],
+// rows of H bf16 in the order of that rank's rows. Global reduce reads: returned_blocks[rank], slots; writes: output [N, H].
 // Cost: see results/data/moe_layer_*.csv.
 #pragma once
 
@@ -18,15 +18,14 @@ __device__ __forceinline__ void reduce(const BaselineArguments& arguments) {
   const int32_t* positions = reinterpret_cast<const int32_t*>(arguments.pair_positions);
   const int num_warps = gridDim.x * warps_per_block();
   for (int row = blockIdx.x * warps_per_block() + warp_id(); row < received.total; row += num_warps) {
-    const int source = received.source_of(row, arguments.num_ranks);
-    const uint64_t packet = received.packet_of(row, source, arguments.packet_bytes);
+    const ReceivedRow from(arguments, received, row);
     int position = -1;
     float weight = 0.0f;
     if (lane < top_k) {
       position = __ldg(positions + int64_t(row) * top_k + lane);
-      weight = __ldg(reinterpret_cast<const float*>(packet + row_bytes) + top_k + lane);
+      weight = __int_as_float(__ldg(from.expert_ids + top_k + lane));
     }
-    const uint64_t target = __shfl_sync(ALL_LANES, partials, source) + received.position_in_block(row, source) * row_bytes;
+    const uint64_t target = __shfl_sync(ALL_LANES, partials, from.source) + from.position * row_bytes;
     sum_rows(reinterpret_cast<void*>(target), arguments.expert_outputs + uint64_t(max(position, 0)) * row_bytes, weight,
              __ballot_sync(ALL_LANES, position >= 0), num_words);
   }

@@ -138,40 +138,43 @@ struct Share {
   }
 };
 
-// The rows that this rank received, seen as one list: all of rank 0, then of rank 1, ... Lane s holds the part of rank s.
+// The rows that this rank received, seen as one list: all of rank 0, then of rank 1, ... Lane r holds the run of rank r.
 struct ReceivedRows {
-  uint64_t packets;  // address of the first packet of rank `lane`
-  int first, end;    // its rows in the list
+  uint64_t rows, records;  // where the run begins
+  int first, end;          // its rows in the list
   int total;
 
-  __device__ __forceinline__ explicit ReceivedRows(const BaselineArguments& arguments) : packets(0) {
-    const bool is_rank = lane_id() < arguments.num_ranks;
-    int rows = 0;
-    if (is_rank) {
-      const uint64_t block = arguments.received_blocks[lane_id()];
-      rows = *reinterpret_cast<const int32_t*>(block);
-      packets = block + HEADER_BYTES;
+  __device__ __forceinline__ explicit ReceivedRows(const BaselineArguments& arguments) : rows(0), records(0) {
+    int own = 0;
+    if (lane_id() < arguments.num_ranks) {
+      rows = arguments.received_rows[lane_id()], records = arguments.received_records[lane_id()];
+      own = *reinterpret_cast<const int32_t*>(arguments.received_counts[lane_id()]);
     }
-    end = rows;
+    end = own;
     for (int step = 1; step < LANES; step *= 2) {
       const int below = __shfl_up_sync(ALL_LANES, end, step);
       if (lane_id() >= step) end += below;
     }
-    first = end - rows;
+    first = end - own;
     total = __shfl_sync(ALL_LANES, end, LANES - 1);
   }
+};
 
-  // The rank that sent row `number` of the list; each lane may ask for another row.
-  __device__ __forceinline__ int source_of(int number, int num_ranks) const {
-    int source = 0;
-    for (int rank = 0; rank < num_ranks; ++rank) source += __shfl_sync(ALL_LANES, end, rank) <= number;
-    return min(source, num_ranks - 1);
-  }
-  __device__ __forceinline__ int position_in_block(int number, int source) const {
-    return number - __shfl_sync(ALL_LANES, first, source);
-  }
-  __device__ __forceinline__ uint64_t packet_of(int number, int source, int packet_bytes) const {
-    return __shfl_sync(ALL_LANES, packets, source) + uint64_t(position_in_block(number, source)) * packet_bytes;
+// One of them. All lanes of a warp make theirs together; each may name another row.
+struct ReceivedRow {
+  uint64_t row;              // H bfloat16
+  const int32_t* expert_ids;  // k, then k float32 weights
+  int source, position;      // the rank that sent it, and its place in that rank's run
+
+  __device__ __forceinline__ ReceivedRow(const BaselineArguments& arguments, const ReceivedRows& received, int number) {
+    source = 0;
+    for (int rank = 0; rank < arguments.num_ranks; ++rank)
+      source += __shfl_sync(ALL_LANES, received.end, rank) <= number;
+    source = min(source, arguments.num_ranks - 1);
+    position = number - __shfl_sync(ALL_LANES, received.first, source);
+    row = __shfl_sync(ALL_LANES, received.rows, source) + int64_t(position) * arguments.row_stride;
+    expert_ids = reinterpret_cast<const int32_t*>(__shfl_sync(ALL_LANES, received.records, source) +
+                                                  int64_t(position) * arguments.record_stride);
   }
 };
 

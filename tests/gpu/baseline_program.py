@@ -70,9 +70,8 @@ def check_layer(name: str, shape: LayerShape, pattern: tuple[int, ...], push: in
     layer.raise_on_error()
     ids, weights = route_reference(logits, shape, on_bias)
     of_runtime = route(logits.cpu().numpy(), shape, None if on_bias is None else on_bias.numpy())
-    records = layer.gpu.baseline.records[:count].cpu().numpy()
-    assert np.array_equal(records[:, : shape.top_k], of_runtime[0]), name
-    np.testing.assert_allclose(records[:, shape.top_k :].view(np.float32), of_runtime[1], rtol=3e-6, atol=1e-37)
+    assert np.array_equal(layer.gpu.baseline.expert_ids[:count].cpu().numpy(), of_runtime[0]), name
+    np.testing.assert_allclose(layer.gpu.baseline.weights[:count].cpu().numpy(), of_runtime[1], rtol=3e-6, atol=1e-37)
     compare(name, experts, hidden, ids, weights, out)
 
 

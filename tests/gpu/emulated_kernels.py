@@ -94,7 +94,7 @@ class MemoryExchange:
     def __init__(self, rank: int, everyone: list[MemoryExchange], meet: threading.Barrier, sizes: BlockSizes, allocate) -> None:
         self.rank, self.num_ranks, self.everyone, self.meet, self.sizes = rank, meet.parties, everyone, meet, sizes
         self.memory = BlockMemory(rank, self.num_ranks, sizes, allocate)
-        self.blocks = self.memory.addresses
+        self.places = self.memory.places(sizes)
         self.sent_counts = allocate(4 * self.num_ranks).view(torch.int32)
         everyone.append(self)
 
@@ -106,7 +106,7 @@ class MemoryExchange:
                 target[:num_bytes] = source[:num_bytes]
         self.meet.wait(60)
 
-    def dispatch(self, bound_tokens: int) -> None:
+    def dispatch(self, call: np.ndarray, bound_tokens: int) -> None:
         self._carry("received", "send", self.sizes.packets(bound_tokens))
 
     def combine(self, bound_tokens: int) -> None:

@@ -92,13 +92,14 @@ def test_experts_and_weights_are_those_of_the_runtime(folder, shape, biased):
     logits[22] *= 50.0
     bias = rng.standard_normal(shape.num_experts).astype(np.float32) if biased else None
     calls = [[{"hidden_states": tokens(50, shape, 0), "router_logits": torch.from_numpy(logits)}]]
-    records = {}
+    seen = {}
 
     class Noted(EmulatedKernels):
         def launch(self, name, arguments, num_rows=None):
             super().launch(name, arguments, num_rows)
             if name.startswith("route"):
-                records["all"] = tensor_at(arguments["records"], (50, 2 * shape.top_k), torch.int32).clone().numpy()
+                for field, dtype in (("expert_ids", torch.int32), ("weights", torch.float32)):
+                    seen[field] = tensor_at(arguments[field], (50, shape.top_k), dtype).clone().numpy()
 
     import tests.gpu.emulated_kernels as module
 
@@ -107,8 +108,8 @@ def test_experts_and_weights_are_those_of_the_runtime(folder, shape, biased):
         experts = RandomWorkload(shape).experts
         run_ranks(folder, shape, 50, experts, calls, None if bias is None else torch.from_numpy(bias))
     ids, weights = route(logits, shape, bias)
-    assert np.array_equal(records["all"][:, : shape.top_k], ids)
-    np.testing.assert_allclose(records["all"][:, shape.top_k :].view(np.float32), weights, rtol=2e-6, atol=1e-38)
+    assert np.array_equal(seen["expert_ids"], ids)
+    np.testing.assert_allclose(seen["weights"], weights, rtol=2e-6, atol=1e-38)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ template <class To, class From> To same_bits(From value) {
   return result;
 }
 inline float __uint_as_float(uint32_t value) { return same_bits<float>(value); }
+inline float __int_as_float(int32_t value) { return same_bits<float>(value); }
 inline uint32_t __float_as_uint(float value) { return same_bits<uint32_t>(value); }
 inline int32_t __float_as_int(float value) { return same_bits<int32_t>(value); }
 inline int64_t __double_as_longlong(double value) { return same_bits<int64_t>(value); }
