@@ -1,7 +1,7 @@
 """Measure the MoE layer on GPUs, one rank per GPU: the Baseline, its stages, and the rivals, each checked before it is timed.
 
-    torchrun --nproc-per-node 2 -m results.measure_moe_layer [--deepgemm] [--tokens 1024 8192] [--shape olmoe qwen3 mixtral]
-        [--routing uniform zipf hot-rank] [--stages 4096 8192] [--plug megakernel=module:factory]
+    torchrun --nproc-per-node 2 -m results.measure_moe_layer [--tokens 1024 8192] [--shape olmoe qwen3 mixtral]
+        [--routing uniform zipf hot-rank] [--stages 4096 8192] [--deepgemm 8192] [--plug megakernel=module:factory]
     python -m results.measure_moe_layer --redraw results/data/moe_layer_native_COMMIT.csv
 
 Times are medians over interleaved runs of the maximum over the ranks; the ranks start together, behind a sleep that hides the
@@ -86,7 +86,7 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
         plugged = factory(case.shape, case.num_tokens, ranks.group, experts.own(ranks))
         functions[name] = lambda plugged=plugged: plugged(inputs.hidden, inputs.logits, out=inputs.out)
         bounds[name] = rivals.fused_bound(inputs)
-    if bench.options.deepgemm:
+    if case.num_tokens in bench.options.deepgemm and case.shape_name == "olmoe" and case.routing is Routing.UNIFORM:
         functions[DEEPGEMM] = rivals.deepgemm_fp8(case, inputs, experts, layer.expert_ids.clone(), layer.weights.clone())
         bounds[DEEPGEMM] = rivals.FP8_BOUND
     for name in [name for name in functions if name not in ("baseline_eager", "baseline_counted")]:
@@ -166,6 +166,9 @@ def run(options: argparse.Namespace) -> None:
         Case(shape, tokens, Routing(routing))
         for shape in options.shape for routing in options.routing for tokens in options.tokens
     ]
+    for name in options.also:
+        shape, routing, tokens = name.split(":")
+        cases.append(Case(shape, int(tokens), Routing(routing)))
     if ranks is None:
         for case in cases:
             for spec in options.plug:
@@ -208,7 +211,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="*", default=[4096, 8192, 16384, 65536], help="also stage by stage")
     parser.add_argument("--plug", nargs="*", default=[], help="name=module:factory, see layer_rivals.py")
     parser.add_argument("--ranks", type=int, help="compute ranks; further processes of the job serve the plugged layers")
-    parser.add_argument("--deepgemm", action="store_true", help="also DeepGEMM's FP8 layer")
+    parser.add_argument("--also", nargs="*", default=[], help="further cases, shape:routing:tokens")
+    parser.add_argument("--deepgemm", type=int, nargs="*", default=[], help="sizes at which DeepGEMM's FP8 layer runs, too")
     parser.add_argument("--no-graph", action="store_true", help="do not capture the Baseline")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--commit", default=commit_name())
