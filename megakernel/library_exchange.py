@@ -6,8 +6,8 @@ rows in the order of the packets. A rank's block for itself is written where it 
 
 from __future__ import annotations
 
+import ctypes
 import enum
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -123,35 +123,40 @@ class BlockMemory:
 
 
 class RegisteredMemory:
-    """Memory that NCCL reads and writes in place, without a copy through its own buffers. `close` before the group ends.
+    """Memory that NCCL reads and writes in place, without a copy through its own buffers: one pool per group.
 
-    A block of 16 MiB to each other rank takes 67 us where it took 87, one of 68 MiB 218 where it took 260 (two H200).
+    What a layer frees, the next one takes; nothing goes back to the driver. A captured graph keeps NCCL's entry of an address
+    alive after its memory is forgotten, and memory that then comes to lie there inherits the peers' mappings of the old: rows
+    of other ranks were missing, silently. Cost and gain: DECISIONS.md, "The Baseline on GPUs".
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._backend: Any = (group or dist.group.WORLD)._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
-        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+    _of_backend: dict[int, RegisteredMemory] = {}
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))  # never destroyed: at exit the driver may be gone before it
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> RegisteredMemory:
+        """The memory of this group."""
+        backend: Any = (group or dist.group.WORLD)._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+        if id(backend) not in cls._of_backend:
+            cls._of_backend[id(backend)] = cls(backend)
+        return cls._of_backend[id(backend)]
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 on the current device; before `register`."""
+        """[num_bytes] uint8 on the current device, not cleared."""
         with torch.cuda.use_mem_pool(self._pool):
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-
-    def register(self) -> None:
-        """Make all that was allocated known to the group's communicator. Collective."""
-        self._backend.register_mem_pool(self._pool)
-        self._forget = weakref.finalize(self, self._backend.deregister_mem_pool, self._pool)
-        self._forget.atexit = False
-
-    def close(self) -> None:
-        """Take the memory back from the communicator."""
-        self._forget()
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        self._backend.register_mem_pool(self._pool)  # segments that are registered already are passed over
+        return memory
 
 
 class LibraryExchange:
     """Blocks over torch.distributed's all-to-all (NCCL). Its memory is allocated once, for the bound of the layer.
 
-    Collective to make. `close` it before its group is destroyed, if the process goes on.
+    Collective to make.
     """
 
     def __init__(
@@ -159,18 +164,12 @@ class LibraryExchange:
     ) -> None:
         self.group, self.sizes, self.counting = group, sizes, counting
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._registered = RegisteredMemory(group)
-        allocate = self._registered.allocate
+        allocate = RegisteredMemory.of(group).allocate
         self.memory = BlockMemory(self.rank, self.num_ranks, sizes, allocate)
         self.places = self.memory.places(sizes)
         self._counts = allocate(2 * 4 * self.num_ranks).view(torch.int32).view(2, self.num_ranks)
         self.sent_counts = self._counts[0]
         self._packets: tuple[list[int], list[int]] = ([], [])  # sent to and received from each rank, of the last dispatch
-        self._registered.register()
-
-    def close(self) -> None:
-        """Give the memory's registration back. The exchange is not used afterwards."""
-        self._registered.close()
 
     def dispatch(self, call: np.ndarray, bound_tokens: int) -> None:
         """See `Exchange`. With `COUNTED`, the host waits for the counts here."""

@@ -100,9 +100,6 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
         f"{name} {value:.0f} us ({value / times['grouped_mm']:.2f})" for name, value in times.items()))
     if case.num_tokens in bench.options.stages and case.routing is Routing.UNIFORM:
         measure_stages(bench, case, layer, inputs)
-    functions.clear()
-    for made in (layer, counted):
-        made.exchange.close()
 
 
 def measure_stages(bench: Bench, case: Case, layer: rivals.GpuBaseline, inputs: Inputs) -> None:
