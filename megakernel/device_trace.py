@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megakernel.device_arguments import TRACE_EVENT, TRACED_STAGES, TRACED_UNITS
+from megakernel.device_arguments import TILE_ROWS, TRACE_EVENT, TRACED_STAGES, TRACED_UNITS
 from megakernel.launch_megakernel import MegaKernel
 
 
@@ -47,3 +47,14 @@ class DeviceTrace:
             spent = float((end - begin).sum()) / len(self.events)
             rows.append((TRACED_STAGES[stage], magic - first, begin.min() / 1e3, end.max() / 1e3, spent / 1e3))
         return rows
+
+    def tiles(self) -> dict[str, tuple[float, float]]:
+        """Per matrix stage: median microseconds and SM clocks of a whole tile of 128 rows."""
+        whole = self.events[(self.events["end_ns"] > 0) & (self.events["rows"] == TILE_ROWS)]
+        found = {}
+        for name in ("matmul_gate_up", "matmul_down"):
+            these = whole[whole["stage"] == TRACED_STAGES.index(name)]
+            if len(these):
+                spent = these["end_ns"].astype(np.int64) - these["begin_ns"].astype(np.int64)
+                found[name] = float(np.median(spent)) / 1e3, float(np.median(these["clocks"]))
+        return found

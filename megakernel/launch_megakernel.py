@@ -73,9 +73,9 @@ def tensor_map(matrix: torch.Tensor, box_rows: int) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(address, 128), "<u8")
 
 
-def build_megakernel(heap: DeviceHeap, *, traced: bool = False) -> Built:
+def build_megakernel(heap: DeviceHeap, *, traced: bool = False, copies_rows: bool = False) -> Built:
     """Compile the kernel for this GPU and this heap's communication model, or take it from the cache."""
-    defines = ["INC_TRACE"] if traced else []
+    defines = ["INC_TRACE"] * traced + ["INC_COPIES_ROWS"] * copies_rows
     built = build(SOURCE, heap.verbs, heap.gpu.arch, heap.layout.dims.model, headers=HEADERS, defines=defines)
     if heap.verbs.value == "nvshmem":
         heap.job.init_module(built)
@@ -87,6 +87,8 @@ class MegaKernel:
 
     `bias` [num_experts] float32 counts for the choice of a sigmoid router. `layer`: compared by the switches, so that ranks that
     call layers in another order are refused. `num_blocks`: SMs to use, by default those of this PE's seat.
+    `trace_length`: events to keep per block and class of unit. `copies_rows`: rows are copied into the order of the experts
+    before MatMul 1, where it gathers them on load otherwise.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class MegaKernel:
         layer: int = 0,
         num_blocks: int | None = None,
         trace_length: int = 0,
+        copies_rows: bool = False,
     ) -> None:
         num_ranks, self.heap, self.shape, self.pipeline = heap.job.world.num_ranks, heap, shape, pipeline
         check(shape, pipeline, num_ranks)
@@ -108,7 +111,8 @@ class MegaKernel:
         self.device = torch.device(f"cuda:{heap.job.seat.gpu}")
         self.num_blocks = num_blocks or heap.job.seat.num_blocks
         self.experts = shape.experts_of_rank(heap.job.pe, num_ranks)
-        self.built = build_megakernel(heap, traced=trace_length > 0)
+        self.copies_rows = copies_rows
+        self.built = build_megakernel(heap, traced=trace_length > 0, copies_rows=copies_rows)
         self._check_weights(gate_up, down)
         self._kept: list[torch.Tensor] = [gate_up, down]
         self._record, record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))
@@ -151,6 +155,10 @@ class MegaKernel:
         matmul["activation"], matmul["output"] = activation.data_ptr(), output.data_ptr()
         tiles = rows // TILE_ROWS
         matmul["activation_flags"] = self._zeros(tiles, inner // ACTIVATION_COLUMNS, dtype=torch.int64).data_ptr()
+        if self.copies_rows:
+            grouped = self._zeros(rows, hidden, dtype=torch.bfloat16)
+            matmul["grouped_rows"], matmul["input_rows"]["words"] = grouped.data_ptr(), tensor_map(grouped, 64)
+            matmul["row_tile_arrival"] = self._zeros(tiles, dtype=torch.int64).data_ptr()
         matmul["tiles_done"] = self._zeros(tiles, dtype=torch.int32).data_ptr()
         matmul["ticket_word"] = self._zeros(1, dtype=torch.int64).data_ptr()
         matmul["error_record"] = record_address

@@ -28,7 +28,7 @@ struct MatmulGateUp {
   static __device__ __forceinline__ bool rows_ready(const ExpertMatmulArguments& arguments, const Tile& tile) {
     if (arguments.row_tile_arrival == 0) return true;
     const uint64_t* words = pointer<uint64_t>(arguments.row_tile_arrival);
-    const bool ready = system_word_reached(words + tile.row_tile, arguments.arrival_word);
+    const bool ready = system_word_reached(words + tile.row_tile, PIECES_PER_TILE);
     return __all_sync(~0u, ready);
   }
 
@@ -37,10 +37,17 @@ struct MatmulGateUp {
     load_row_boxes(shared, arguments.input_rows, tile, k, stage);
   }
 
+  static __device__ __forceinline__ int first_column(const ExpertMatmulArguments& arguments, const Tile& tile) {
+    return tile.expert * 2 * arguments.intermediate + tile.column_tile * ACTIVATION_COLUMNS;
+  }
   static __device__ __forceinline__ void load_columns(const ExpertMatmulArguments& arguments, SharedStorage& shared,
                                                    const Tile& tile, int k, uint32_t stage) {
-    const int gate = tile.expert * 2 * arguments.intermediate + tile.column_tile * ACTIVATION_COLUMNS;
+    const int gate = first_column(arguments, tile);
     load_column_boxes(shared, arguments.gate_up_weights, gate, gate + arguments.intermediate, k, stage);
+  }
+  static __device__ __forceinline__ void prefetch_columns(const ExpertMatmulArguments& arguments, const Tile& tile) {
+    const int gate = first_column(arguments, tile);
+    prefetch_column_boxes(arguments.gate_up_weights, gate, gate + arguments.intermediate, num_k_blocks(arguments));
   }
 
   // Matrix warpgroup: columns 0..127 of `result` are gate, 128..255 (accumulators 64..127) up.

@@ -37,10 +37,17 @@ struct MatmulDown {
     load_row_boxes(shared, arguments.activation_rows, tile, k, stage);
   }
 
+  static __device__ __forceinline__ int first_column(const ExpertMatmulArguments& arguments, const Tile& tile) {
+    return tile.expert * arguments.hidden + tile.column_tile * TILE_COLUMNS;
+  }
   static __device__ __forceinline__ void load_columns(const ExpertMatmulArguments& arguments, SharedStorage& shared,
                                                    const Tile& tile, int k, uint32_t stage) {
-    const int first = tile.expert * arguments.hidden + tile.column_tile * TILE_COLUMNS;
+    const int first = first_column(arguments, tile);
     load_column_boxes(shared, arguments.down_weights, first, first + BOX_WEIGHT_ROWS, k, stage);
+  }
+  static __device__ __forceinline__ void prefetch_columns(const ExpertMatmulArguments& arguments, const Tile& tile) {
+    const int first = first_column(arguments, tile);
+    prefetch_column_boxes(arguments.down_weights, first, first + BOX_WEIGHT_ROWS, num_k_blocks(arguments));
   }
 
   // Matrix warpgroup. Rows of a half beyond the expert's are staged with weight 1 and not stored.

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,14 +43,15 @@ class Case:
     model: CommunicationModel = CommunicationModel.INC_ALL_TO_ALL
     skew: float = 0.0
     masked: bool = False
+    copies_rows: bool = False
     logits_dtype: torch.dtype = torch.float32
 
 
-def cases(num_ranks: int) -> list[Case]:
+def cases(num_ranks: int, model: CommunicationModel) -> list[Case]:
     uneven = tuple(tuple((5 * call + 3 * rank) % 9 for rank in range(num_ranks)) for call in range(6))
     nobody = ((0,) * num_ranks, (1,) * num_ranks, (0,) * num_ranks, (8,) + (0,) * (num_ranks - 1))
     full = ((1000,) * num_ranks, tuple(1000 - 300 * (rank % 3) for rank in range(num_ranks)))
-    return [
+    chosen = [
         Case("one microbatch, uneven tokens", SMALL, Pipeline(8, 8, 4), uneven),
         Case("nobody has tokens", SMALL, Pipeline(8, 8, 4), nobody),
         Case("many microbatches, experts uneven", UNEVEN, Pipeline(1000, 64, 4), full),
@@ -64,6 +65,10 @@ def cases(num_ranks: int) -> list[Case]:
         Case("olmoe, logits in bf16", OLMOE, Pipeline(1000, 512, 4), full, logits_dtype=torch.bfloat16),
         Case("olmoe, one token", OLMOE, Pipeline(1, 1, 4), ((1,) * num_ranks,) * 2),
     ]
+    if model.phased:
+        groups = [1, 2, num_ranks]
+        chosen = [replace(c, pipeline=replace(c.pipeline, ranks_per_phase=groups[i % 3])) for i, c in enumerate(chosen)]
+    return [replace(case, model=model) for case in chosen]
 
 
 class Layer:
@@ -91,7 +96,7 @@ class Layer:
         own = shape.experts_of_rank(job.pe, job.world.num_ranks)
         share = slice(own.start, own.stop)
         self.kernel = MegaKernel(self.heap, shape, case.pipeline, self.gate_up[share].contiguous(), self.down[share].contiguous(),
-                                 bias=self.bias, **kernel)  # fmt: skip
+                                 bias=self.bias, copies_rows=case.copies_rows, **kernel)  # fmt: skip
 
     def inputs(self, call: int) -> dict[str, torch.Tensor]:
         """Tokens of scale 1 and logits; or, masked, chosen experts with -1 among them."""
@@ -192,9 +197,15 @@ def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
     return problems
 
 
-def show_trace(job: NvshmemJob, num_tokens: int, microbatch_tokens: int, depth: int) -> None:
+def timed_case(spec: str, num_ranks: int, model: CommunicationModel, group: int) -> Case:
+    """The OLMoE layer for a specification N:m_b:D."""
+    num_tokens, microbatch_tokens, depth = map(int, spec.split(":"))
+    pipeline = Pipeline(num_tokens, microbatch_tokens, depth, ranks_per_phase=group)
+    return Case(f"{model.value} N:m_b:D = {spec}", OLMOE, pipeline, ((num_tokens,) * num_ranks,), model)
+
+
+def show_trace(job: NvshmemJob, case: Case) -> None:
     """Print which stage of rank 0 ran when, and how busy its units were."""
-    case = Case("trace", OLMOE, Pipeline(num_tokens, microbatch_tokens, depth), ((num_tokens,) * job.world.num_ranks,))
     layer = Layer(job, case, trace_length=4096)
     for _ in range(3):
         job.barrier()
@@ -207,15 +218,14 @@ def show_trace(job: NvshmemJob, num_tokens: int, microbatch_tokens: int, depth: 
     if layer.kernel is not None and job.pe == 0:
         trace = DeviceTrace.of(layer.kernel)
         begin, end = trace.span_ns
-        print(f"trace N={num_tokens} m_b={microbatch_tokens} D={depth}: {(end - begin) / 1e3:.1f} us, busy {trace.busy_share()}")
+        print(f"trace {case.name}: {(end - begin) / 1e3:.1f} us, busy {trace.busy_share()}, tiles {trace.tiles()}")
         for name, number, first, last, spent in trace.stages():
             print(f"  {name:16s} {number:3d}  {first:8.1f} to {last:8.1f}, {spent:7.1f} us per block")
     layer.close()
 
 
-def measure(job: NvshmemJob, num_tokens: int, microbatch_tokens: int, depth: int, repeats: int) -> None:
+def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> None:
     """Median over calls of the longest launch of any rank."""
-    case = Case("time", OLMOE, Pipeline(num_tokens, microbatch_tokens, depth), ((num_tokens,) * job.world.num_ranks,))
     layer = Layer(job, case)
     times: list[float] = []
     if layer.kernel is not None:
@@ -235,7 +245,7 @@ def measure(job: NvshmemJob, num_tokens: int, microbatch_tokens: int, depth: int
     layer.close()
     if job.pe == 0:
         longest = [max(call) for call in zip(*everyone, strict=True)]
-        print(f"time N={num_tokens} m_b={microbatch_tokens} D={depth}: {statistics.median(longest):.1f} us", flush=True)
+        print(f"time {case.name}: {statistics.median(longest):.1f} us", flush=True)
 
 
 def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:
@@ -251,23 +261,28 @@ def main() -> None:
     parser.add_argument("properties", nargs="+", choices=["right", "bits", "time", "trace"])
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--model", type=CommunicationModel, default=CommunicationModel.INC_ALL_TO_ALL)
+    parser.add_argument("--group", type=int, default=1, help="ranks per phase of a measurement")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
+    parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
     with NvshmemJob.join(World(options.ranks), options.slab_mib << 20, options.placement) as job:
         good = True
         if "right" in options.properties:
-            for case in cases(options.ranks):
+            for case in cases(options.ranks, options.model):
+                case = replace(case, copies_rows=options.copies_rows)
                 good &= report(job, case.name, check_case(job, case))
         if "bits" in options.properties:
             good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats))
-        if "trace" in options.properties:
-            for spec in options.tokens.split(","):
-                show_trace(job, *map(int, spec.split(":")))
-        if "time" in options.properties:
-            for spec in options.tokens.split(","):
-                measure(job, *map(int, spec.split(":")), repeats=12)
+        for spec in options.tokens.split(","):
+            case = timed_case(spec, options.ranks, options.model, options.group)
+            case = replace(case, copies_rows=options.copies_rows)
+            if "trace" in options.properties:
+                show_trace(job, case)
+            if "time" in options.properties:
+                measure(job, case)
     sys.exit(0 if good else 1)
 
 

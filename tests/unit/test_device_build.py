@@ -52,11 +52,15 @@ def test_a_second_build_comes_from_the_cache(cache_folder, monkeypatch):
 
 def test_a_changed_source_or_option_changes_the_key(tmp_path, monkeypatch):
     source = ROOT / "switch_emulator" / "device" / "switch_kernel.cu"
-    before = compile_cache._key(source, Verbs.DIRECT, "sm_90a")
-    assert compile_cache._key(source, Verbs.DIRECT, "sm_100a") != before
+
+    def key(arch: str) -> str:
+        return compile_cache._key(source, compile_cache._options(Verbs.DIRECT, arch, None, ()), Verbs.DIRECT, {})
+
+    before = key("sm_90a")
+    assert key("sm_100a") != before
     (tmp_path / "changed.cuh").write_text("// changed")
     monkeypatch.setattr(compile_cache, "DEVICE_FOLDERS", (*compile_cache.DEVICE_FOLDERS, tmp_path))
-    assert compile_cache._key(source, Verbs.DIRECT, "sm_90a") != before
+    assert key("sm_90a") != before
 
 
 def test_a_machine_without_nvcc_is_told_what_to_install(tmp_path, monkeypatch):
