@@ -102,7 +102,7 @@ def ceilings_line(rows: list[Row]) -> str:
 def table(path: Path) -> str:
     """The whole table as Markdown."""
     comments, rows = read_rows(path)
-    out = ["# MoE layer, measured", "", "; ".join(comments) + ".", "", *layer_table(rows)]
+    out = ["# MoE layer, measured", "", "; ".join(comments), "", *layer_table(rows)]
     stages = stage_tables(rows)
     if stages:
         out += [ceilings_line(rows), "", *stages]

@@ -108,6 +108,18 @@ def check_bits() -> None:
         say(f"{name}: 20 runs, the bits of the bounded exchange")
 
 
+def check_layer_after_layer() -> None:
+    """Layers of growing size, each captured and dropped: the memory of one serves the next."""
+    experts = Experts(OLMOE_1B_7B)
+    for count in (512, 1024, 2048, 3072):
+        inputs, kernels = Inputs(Case("olmoe", count, Routing.UNIFORM), experts, all_ranks()), GpuKernels()
+        layer = make_baseline(inputs.case, all_ranks(), experts, kernels, Counting.BOUNDED)
+        run = captured(lambda layer=layer, inputs=inputs: layer(inputs.hidden, inputs.logits, out=inputs.out))
+        say(f"after another layer, {count} tokens: error {inputs.check('captured', run):.2e}")
+        del layer, run
+        torch.cuda.empty_cache()
+
+
 def check_refusals() -> None:
     shape = ODD
     own = Experts(shape).own(all_ranks())
@@ -159,6 +171,7 @@ def main() -> None:
     check_layer("sigmoid with bias", BIASED, (640, BOUND), bias=True)
     check_given(OLMOE_1B_7B)
     check_bits()
+    check_layer_after_layer()
     check_refusals()
     say("baseline_program: all passed")
     dist.barrier()
