@@ -20,6 +20,7 @@ from megakernel.library_exchange import BlockMemory, BlockSizes
 FOLDER = Path(__file__).resolve().parent / "emulated"
 STAGES = FOLDER.parents[2] / "megakernel" / "baseline_stages"
 BLOCKS, THREADS = 3, 64
+GUARD_BYTES, GUARD = 256, 0xA5
 
 
 def compiler() -> str | None:
@@ -44,13 +45,20 @@ class EmulatedKernels:
 
     def __init__(self, folder: Path) -> None:
         self._library = library(folder)
-        self._held = [self.allocate(8)]
-        self._held[0].zero_()
-        self.error_word = self._held[0].numpy().view(np.uint64).reshape(())
-        self.error_address = self._held[0].data_ptr()
+        self._held: list[torch.Tensor] = []
+        error = self.allocate(8).zero_()
+        self.error_word = error.numpy().view(np.uint64).reshape(())
+        self.error_address = error.data_ptr()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8).share_memory_()
+        memory = torch.full((num_bytes + GUARD_BYTES,), 0xFF, dtype=torch.uint8).share_memory_()
+        memory[num_bytes:] = GUARD
+        self._held.append(memory)
+        return memory[:num_bytes]
+
+    def check_guards(self) -> None:
+        """Nothing was written beyond the end of any memory."""
+        assert all(bool((memory[-GUARD_BYTES:] == GUARD).all()) for memory in self._held)
 
     def launch(self, name: str, arguments: np.ndarray, num_rows: int | None = None) -> None:
         if name == "swiglu":  # its arithmetic is the fused kernel's, in inline assembly
@@ -71,7 +79,6 @@ class EmulatedKernels:
     def grouped_mm(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         size = 2 * len(rows) * weights.shape[1]
         out = self.allocate(size).view(torch.bfloat16).view(len(rows), weights.shape[1])
-        self._held.append(out)
         first = 0
         for expert, end in enumerate(ends.tolist()):
             out[first:end] = (rows[first:end].float() @ weights[expert].float().T).bfloat16()
@@ -136,6 +143,7 @@ def run_ranks(folder: Path, shape, bound, experts_of, calls: list[list[dict]], b
                 out = torch.full_like(call["hidden_states"], float("nan")).share_memory_()
                 outputs[rank].append(layers[rank](**call, out=out).clone())
             layers[rank].raise_on_error()
+            kernels[rank].check_guards()
         except Exception as error:
             failures.append(error)
             meet.abort()
