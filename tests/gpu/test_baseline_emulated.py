@@ -75,9 +75,14 @@ def test_given_experts_with_gaps_repeats_and_a_smaller_bound(folder):
 
 
 ROUTERS = [
-    (LayerShape(64, 8, 8, 8), False), (LayerShape(64, 8, 8, 8, renormalize=True), False), (LayerShape(8, 2, 8, 8), False),
-    (LayerShape(128, 8, 8, 8, Router.SIGMOID, True), True), (LayerShape(256, 8, 8, 8, Router.SIGMOID), False),
-    (LayerShape(5, 5, 8, 8), False), (LayerShape(100, 32, 8, 8, Router.SIGMOID, True), True), (LayerShape(40, 20, 8, 8, renormalize=True), False),
+    (LayerShape(64, 8, 8, 8), False),
+    (LayerShape(64, 8, 8, 8, renormalize=True), False),
+    (LayerShape(8, 2, 8, 8), False),
+    (LayerShape(128, 8, 8, 8, Router.SIGMOID, True), True),
+    (LayerShape(256, 8, 8, 8, Router.SIGMOID), False),
+    (LayerShape(5, 5, 8, 8), False),
+    (LayerShape(100, 32, 8, 8, Router.SIGMOID, True), True),
+    (LayerShape(40, 20, 8, 8, renormalize=True), False),
 ]
 
 
