@@ -3,14 +3,14 @@
 The Baseline is ours; grouped_mm alone is torch's pair of grouped products on the Baseline's grouped rows, with no communication
 and no SwiGLU: the floor of any layer on these products; DeepGEMM's FP8 Mega MoE is measured where `deep_gemm` can be imported
 (sgl-deep-gemm 0.1.5 with apache-tvm-ffi 0.1.11), its input quantisation included, its routing not. Others come in by
-`--plug name=module:factory`, with `factory(shape, bound_tokens, group, experts)` giving `layer(hidden, logits, out=...)`. A
-process that is no rank (a switch) calls it with `experts` None: it then serves, and returns once the ranks are done.
+`--plug name=module:factory`, see `Plug`.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,11 +88,29 @@ def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, ids: torch.Tensor
     return run
 
 
-def plugged(spec: str) -> tuple[str, Callable]:
-    """Name and factory of an implementation from `name=module:factory`."""
+class Plug(Protocol):
+    """An implementation from elsewhere. `factory(cases, num_ranks)` makes it, on every process of the job, before any other group:
+    it may join a job of its own and initialise torch.distributed with gloo for all processes.
+    """
+
+    def layer(self, inputs: Inputs, experts: Experts) -> Run:
+        """What fills `inputs.out`. Collective over the ranks."""
+        ...
+
+    def serve(self, case: Case) -> None:
+        """What a process that is no rank does while the ranks measure one case."""
+        ...
+
+    def close(self) -> None:
+        """End of the case, on every process."""
+        ...
+
+
+def plugged(spec: str, cases: list[Case], num_ranks: int) -> tuple[str, Plug]:
+    """Name and implementation of `name=module:factory`."""
     name, _, place = spec.partition("=")
     module, _, factory = place.partition(":")
-    return name, getattr(importlib.import_module(module), factory)
+    return name, getattr(importlib.import_module(module), factory)(cases, num_ranks)
 
 
 def fused_bound(inputs: Inputs) -> float:

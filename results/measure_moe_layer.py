@@ -15,6 +15,7 @@ import argparse
 import csv
 import datetime
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -47,6 +48,7 @@ class Bench:
     options: argparse.Namespace
     ranks: Ranks
     kernels: GpuKernels
+    plugs: dict[str, rivals.Plug]
     rows: list[dict[str, object]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     ceilings: Ceilings | None = None
@@ -81,10 +83,8 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
         bench.add(case, name, "relative_error", inputs.check(name, run), "1")
     if not bench.options.no_graph:
         functions["baseline"] = rivals.captured(eager)
-    for spec in bench.options.plug:
-        name, factory = rivals.plugged(spec)
-        plugged = factory(case.shape, case.num_tokens, ranks.group, experts.own(ranks))
-        functions[name] = lambda plugged=plugged: plugged(inputs.hidden, inputs.logits, out=inputs.out)
+    for name, plug in bench.plugs.items():
+        functions[name] = plug.layer(inputs, experts)
         bounds[name] = rivals.fused_bound(inputs)
     if case.num_tokens in bench.options.deepgemm and case.shape_name == "olmoe" and case.routing is Routing.UNIFORM:
         functions[DEEPGEMM] = rivals.deepgemm_fp8(case, inputs, experts, layer.expert_ids.clone(), layer.weights.clone())
@@ -100,6 +100,8 @@ def measure_case(bench: Bench, case: Case, experts: Experts) -> None:
         f"{name} {value:.0f} us ({value / times['grouped_mm']:.2f})" for name, value in times.items()))
     if case.num_tokens in bench.options.stages and case.routing is Routing.UNIFORM:
         measure_stages(bench, case, layer, inputs)
+    for plug in bench.plugs.values():
+        plug.close()
 
 
 def measure_stages(bench: Bench, case: Case, layer: rivals.GpuBaseline, inputs: Inputs) -> None:
@@ -140,25 +142,24 @@ def write_csv(bench: Bench, path: Path) -> None:
         writer.writerows(bench.rows)
 
 
-def join(options: argparse.Namespace) -> Ranks | None:
+def join(num_ranks: int) -> Ranks | None:
     """The ranks of this job; None on a process that is none of them. Collective over all processes."""
     own, total = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    size = options.ranks or total
-    if own < size:
-        device = torch.device("cuda", own % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        check_gpu(device)
-    if size == total:
-        dist.init_process_group("nccl", device_id=device)
-        return Ranks(None, own, size)
-    dist.init_process_group("gloo")
-    group = dist.new_group(list(range(size)), backend="nccl")
-    return Ranks(group, own, size) if own < size else None
+    is_rank = own < num_ranks
+    if is_rank:
+        torch.cuda.set_device(own % torch.cuda.device_count())
+        check_gpu(torch.device("cuda", torch.cuda.current_device()))
+    if num_ranks == total and not dist.is_initialized():
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        return Ranks(None, own, num_ranks)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    group = dist.new_group(list(range(num_ranks)), backend="nccl")
+    return Ranks(group, own, num_ranks) if is_rank else None
 
 
-def run(options: argparse.Namespace) -> None:
-    """Every case of the options. Collective."""
-    ranks = join(options)
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """The product of shapes, routings and sizes, then the further ones."""
     cases = [
         Case(shape, tokens, Routing(routing))
         for shape in options.shape for routing in options.routing for tokens in options.tokens
@@ -166,12 +167,20 @@ def run(options: argparse.Namespace) -> None:
     for name in options.also:
         shape, routing, tokens = name.split(":")
         cases.append(Case(shape, int(tokens), Routing(routing)))
-    if ranks is None:
-        for case in cases:
-            for spec in options.plug:
-                rivals.plugged(spec)[1](case.shape, case.num_tokens, None, None)
+    return cases
+
+
+def run(options: argparse.Namespace) -> None:
+    """Every case of the options. Collective."""
+    cases, num_ranks = cases_of(options), options.ranks or int(os.environ["WORLD_SIZE"])
+    plugs = dict(rivals.plugged(spec, cases, num_ranks) for spec in options.plug)
+    ranks = join(num_ranks)
+    if ranks is not None:
+        measure(Bench(options, ranks, GpuKernels(), plugs), cases)
     else:
-        measure(Bench(options, ranks, GpuKernels()), cases)
+        for case, plug in itertools.product(cases, plugs.values()):
+            plug.serve(case)
+            plug.close()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -206,8 +215,8 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["olmoe"])
     parser.add_argument("--routing", nargs="+", choices=[routing.value for routing in Routing], default=["uniform"])
     parser.add_argument("--stages", type=int, nargs="*", default=[4096, 8192, 16384, 65536], help="also stage by stage")
-    parser.add_argument("--plug", nargs="*", default=[], help="name=module:factory, see layer_rivals.py")
-    parser.add_argument("--ranks", type=int, help="compute ranks; further processes of the job serve the plugged layers")
+    parser.add_argument("--plug", nargs="*", default=[], help="name=module:factory, see layer_rivals.Plug")
+    parser.add_argument("--ranks", type=int, help="compute ranks; further processes of the job serve the plugs")
     parser.add_argument("--also", nargs="*", default=[], help="further cases, shape:routing:tokens")
     parser.add_argument("--deepgemm", type=int, nargs="*", default=[], help="sizes at which DeepGEMM's FP8 layer runs, too")
     parser.add_argument("--no-graph", action="store_true", help="do not capture the Baseline")
