@@ -89,8 +89,8 @@ def deepgemm_fp8(case: Case, inputs: Inputs, experts: Experts, ids: torch.Tensor
 
 
 class Plug(Protocol):
-    """An implementation from elsewhere. `factory(cases, num_ranks)` makes it, on every process of the job, before any other group:
-    it may join a job of its own and initialise torch.distributed with gloo for all processes.
+    """An implementation from elsewhere. `factory(cases, num_ranks)` makes it, on every process of the job, before any group: it
+    may join a job of its own and initialise torch.distributed with gloo for all processes.
     """
 
     def layer(self, inputs: Inputs, experts: Experts) -> Run:
