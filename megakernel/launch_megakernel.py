@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from inc_runtime.backends.nvshmem import DeviceHeap
-from inc_runtime.compile_cache import Built, build
+from inc_runtime.compile_cache import Verbs
 from inc_runtime.config import LayerShape, Pipeline, Router, check
 from inc_runtime.errors import ConfigurationError, PlacementError
 from inc_runtime.protocol import signal_word
@@ -73,15 +73,6 @@ def tensor_map(matrix: torch.Tensor, box_rows: int) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(address, 128), "<u8")
 
 
-def build_megakernel(heap: DeviceHeap, *, traced: bool = False, copies_rows: bool = False) -> Built:
-    """Compile the kernel for this GPU and this heap's communication model, or take it from the cache."""
-    defines = ["INC_TRACE"] * traced + ["INC_COPIES_ROWS"] * copies_rows
-    built = build(SOURCE, heap.verbs, heap.gpu.arch, heap.layout.dims.model, headers=HEADERS, defines=defines)
-    if heap.verbs.value == "nvshmem":
-        heap.job.init_module(built)
-    return built
-
-
 class MegaKernel:
     """The layer on one rank. `gate_up` [E, 2I, H] (gate rows first), `down` [E, H, I]: bf16, on the GPU, this rank's experts.
 
@@ -112,7 +103,10 @@ class MegaKernel:
         self.num_blocks = num_blocks or heap.job.seat.num_blocks
         self.experts = shape.experts_of_rank(heap.job.pe, num_ranks)
         self.copies_rows = copies_rows
-        self.built = build_megakernel(heap, traced=trace_length > 0, copies_rows=copies_rows)
+        if heap.verbs is not Verbs.DIRECT:
+            raise PlacementError("the megakernel takes the direct verbs: beside NVSHMEM's calls ptxas serialises its products.")
+        defines = ["INC_TRACE"] * (trace_length > 0) + ["INC_COPIES_ROWS"] * copies_rows
+        self.built = heap.build(SOURCE, headers=HEADERS, defines=defines)
         self._check_weights(gate_up, down)
         self._kept: list[torch.Tensor] = [gate_up, down]
         self._record, record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))

@@ -15,14 +15,15 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
 from inc_runtime.backends.device_errors import error_of_record
-from inc_runtime.compile_cache import Built, Verbs
+from inc_runtime.compile_cache import Built, Verbs, build
 from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
@@ -99,8 +100,9 @@ class NvshmemJob:
                 f"WORLD_SIZE = {environment.world_size}: {world} needs {world.num_pes} processes. "
                 f"Start them with: torchrun --nproc-per-node {world.num_pes} ..."
             )
-        if world.num_ranks > MAX_RANKS or world.num_dispatch_switches != 1 or world.num_combine_switches != 1:
-            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most and one switch of each role.")
+        switches = (world.num_dispatch_switches, world.num_combine_switches)
+        if world.num_ranks > MAX_RANKS or switches not in ((1, 1), (0, 0)):
+            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most, and one switch of each role or none.")
         num_sms = num_sms_of_gpus()
         placement = place(kind or choose(world, len(num_sms)), world, num_sms)
         if not placement.gpus:
@@ -270,6 +272,15 @@ class DeviceHeap:
         return self.gpu.read(self.workspace, WORKSPACE.itemsize).view(WORKSPACE)[0]
 
     # --- kernels ---
+
+    def build(self, source: Path, *, headers: Mapping[str, str] | None = None, defines: Sequence[str] = ()) -> Built:
+        """Compile a kernel of the ranks for this GPU and this heap's communication model, or take it from the cache."""
+        dims = self.layout.dims
+        defines = [*defines, *["INC_DIRECT"] * dims.direct]
+        built = build(source, self.verbs, self.gpu.arch, dims.model, headers=headers, defines=defines)
+        if self.verbs is Verbs.NVSHMEM:
+            self.job.init_module(built)
+        return built
 
     def launch(
         self,

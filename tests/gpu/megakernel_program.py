@@ -261,6 +261,7 @@ def main() -> None:
     parser.add_argument("properties", nargs="+", choices=["right", "bits", "time", "trace"])
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--switches", type=int, default=1, help="of each role; 0: the ranks of a plain model reach each other")
     parser.add_argument("--model", type=CommunicationModel, default=CommunicationModel.INC_ALL_TO_ALL)
     parser.add_argument("--group", type=int, default=1, help="ranks per phase of a measurement")
     parser.add_argument("--repeats", type=int, default=50)
@@ -268,7 +269,8 @@ def main() -> None:
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
-    with NvshmemJob.join(World(options.ranks), options.slab_mib << 20, options.placement) as job:
+    world = World(options.ranks, options.switches, options.switches)
+    with NvshmemJob.join(world, options.slab_mib << 20, options.placement) as job:
         good = True
         if "right" in options.properties:
             for case in cases(options.ranks, options.model):
