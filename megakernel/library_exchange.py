@@ -139,9 +139,10 @@ class RegisteredMemory:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> RegisteredMemory:
-        """The memory of this group."""
+        """The memory of this group. Collective the first time."""
         backend: Any = (group or dist.group.WORLD)._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
         if id(backend) not in cls._of_backend:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)  # NCCL makes its communicator at the first collective
             cls._of_backend[id(backend)] = cls(backend)
         return cls._of_backend[id(backend)]
 

@@ -1,7 +1,7 @@
 """The Baseline's exchange in shared placements: one-sided puts on stream through the relay switches (`relayed_exchange.cu`).
 
 NCCL takes one rank per GPU. Here the rows cross the same switch and ports as those of the other implementations; they are
-packed while they are sent, so that the pack kernel is not launched.
+packed while they are sent, so that the pack kernel is not launched. In a world without switches they go straight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from inc_runtime.backends.nvshmem import DeviceHeap
-from inc_runtime.compile_cache import build
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
 from inc_runtime.device.arguments import EXCHANGE_ARGUMENTS
 from inc_runtime.errors import ConfigurationError
@@ -38,14 +37,14 @@ class RelayedExchange:
     def __init__(self, heap: DeviceHeap, shape: LayerShape, *, layer: int = 0, num_blocks: int | None = None) -> None:
         dims = heap.layout.dims
         wanted = (CommunicationModel.ALL_TO_ALL, 1, shape.hidden_size, shape.top_k)
-        if (dims.model, dims.depth, dims.hidden_size, dims.top_k) != wanted or dims.num_relays != 2:
+        if (dims.model, dims.depth, dims.hidden_size, dims.top_k) != wanted or dims.num_relays > 2:
             raise ConfigurationError(
                 f"the heap is for {dims.model.value}, depth {dims.depth}, hidden_size {dims.hidden_size}, top_k {dims.top_k}, "
                 f"{dims.num_relays} relays: the Baseline's exchange needs all_to_all, depth 1, {shape.hidden_size}, "
-                f"{shape.top_k}, 2 relays. Lay it out with whole_batch() of this layer."
+                f"{shape.top_k}, a relay for each way or none. Lay it out with whole_batch() of this layer."
             )
         self.heap, self.rank, self.num_ranks = heap, heap.job.pe, dims.num_ranks
-        self._built = build(SOURCE, heap.verbs, heap.gpu.arch, dims.model)
+        self._built = heap.build(SOURCE)
         self._num_blocks = num_blocks or heap.job.seat.num_blocks
         self._call = np.zeros((), EXCHANGE_ARGUMENTS)
         self._call["num_experts"], self._call["top_k"], self._call["layer"] = shape.num_experts, shape.top_k, layer

@@ -90,10 +90,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--switches", type=int, default=1, help="of each role; 0: the ranks reach each other")
     options = parser.parse_args()
     cases = [((700, 700), 0), ((700, 0), 0), ((5, 333), 0), ((0, 0), 0), ((700, 450), 3), ((700, 1), 1)]
     good = True
-    with NvshmemJob.join(World(options.ranks), 256 << 20, options.placement) as job:
+    with NvshmemJob.join(World(options.ranks, options.switches, options.switches), 256 << 20, options.placement) as job:
         layer = Layer(job, 700)
         for counts, push in cases:
             job.barrier()

@@ -29,8 +29,9 @@ def test_no_register_is_spilled_and_a_block_fits_an_sm(built: Built, kernel: str
     assert found.registers * (MOVER_THREADS if kernel in MOVERS else STREAM_THREADS) <= REGISTERS_OF_SM
 
 
-def test_the_relayed_exchange_compiles_without_spills(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("defines", [[], ["INC_DIRECT"]], ids=["relays", "no switches"])
+def test_the_one_sided_exchange_compiles_without_spills(tmp_path, monkeypatch, defines) -> None:
     monkeypatch.setenv("INC_CACHE_FOLDER", str(tmp_path))
-    found = build(RELAYED_SOURCE, model=CommunicationModel.ALL_TO_ALL).resources
+    found = build(RELAYED_SOURCE, model=CommunicationModel.ALL_TO_ALL, defines=defines).resources
     assert {entry.kernel for entry in found} == {"relayed_dispatch", "relayed_combine"}
     assert all((entry.stack_bytes, entry.spill_bytes) == (0, 0) for entry in found)

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from inc_runtime.config import CommunicationModel
+from inc_runtime.protocol import World
+from megakernel.workload import Routing
+from results.layer_cases import Case
 from results.layer_tables import COLUMNS, by_case, read_rows, redraw, table
+from results.megakernel_plug import layout_of
 
 ROW = {"source": "measured_gpu", "implementation": "baseline", "num_tokens": "1024", "shape": "olmoe", "routing": "uniform"}
 
@@ -45,3 +50,9 @@ def test_tables_in_the_repository_are_those_of_their_data(path, tmp_path):
     seen = Path("results/tables") / f"{path.stem}.md"
     assert seen.read_text() == (tmp_path / "tables" / seen.name).read_text()
     assert (tmp_path / "figures" / f"{path.stem}.png").stat().st_size > 0
+
+
+def test_the_heap_of_a_measured_layer_does_not_grow_with_its_tokens():
+    world = World(2, 0, 0)
+    layouts = [layout_of(Case("olmoe", n, Routing.UNIFORM), world, CommunicationModel.ALL_TO_ALL) for n in (8192, 65536)]
+    assert layouts[0].heap_bytes == layouts[1].heap_bytes
