@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -47,6 +50,15 @@ class DeviceTrace:
             spent = float((end - begin).sum()) / len(self.events)
             rows.append((TRACED_STAGES[stage], magic - first, begin.min() / 1e3, end.max() / 1e3, spent / 1e3))
         return rows
+
+    def write(self, path: Path, notes: Sequence[str]) -> None:
+        """The stages as a data file for results/plot_stage_timeline.py; `notes` say where they come from, one of them "source: "."""
+        columns = ("stage", "microbatch", "first_begin_us", "last_end_us", "us_per_block")
+        with path.open("w", newline="", encoding="utf-8") as file:
+            file.writelines(f"# {note}\n" for note in notes)
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows((name, number, *(f"{us:.1f}" for us in times)) for name, number, *times in self.stages())
 
     def tiles(self) -> dict[str, tuple[float, float]]:
         """Per matrix stage: median microseconds and SM clocks of a whole tile of 128 rows."""

@@ -10,6 +10,7 @@ import itertools
 import statistics
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -204,7 +205,7 @@ def timed_case(spec: str, num_ranks: int, model: CommunicationModel, group: int)
     return Case(f"{model.value} N:m_b:D = {spec}", OLMOE, pipeline, ((num_tokens,) * num_ranks,), model)
 
 
-def show_trace(job: NvshmemJob, case: Case) -> None:
+def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
     """Print which stage of rank 0 ran when, and how busy its units were."""
     layer = Layer(job, case, trace_length=4096)
     for _ in range(3):
@@ -221,6 +222,9 @@ def show_trace(job: NvshmemJob, case: Case) -> None:
         print(f"trace {case.name}: {(end - begin) / 1e3:.1f} us, busy {trace.busy_share()}, tiles {trace.tiles()}")
         for name, number, first, last, spent in trace.stages():
             print(f"  {name:16s} {number:3d}  {first:8.1f} to {last:8.1f}, {spent:7.1f} us per block")
+        if output is not None:
+            source = f"source: measured_gpu; {case.name}, rank 0, one launch, busy {trace.busy_share()}"
+            trace.write(output, [f"device: {job.gpu.name}; placement: {job.placement.kind.value}", source])
     layer.close()
 
 
@@ -267,6 +271,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
+    parser.add_argument("--output", type=Path, help="where the trace goes, for results/plot_stage_timeline.py")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
     world = World(options.ranks, options.switches, options.switches)
@@ -282,7 +287,7 @@ def main() -> None:
             case = timed_case(spec, options.ranks, options.model, options.group)
             case = replace(case, copies_rows=options.copies_rows)
             if "trace" in options.properties:
-                show_trace(job, case)
+                show_trace(job, case, options.output)
             if "time" in options.properties:
                 measure(job, case)
     sys.exit(0 if good else 1)
