@@ -94,6 +94,7 @@ LAYER_ARGUMENTS = np.dtype(
         ("groupings", "<u8"),  # GROUPING [GROUPED_SETS]
         ("position", "<u8"),  # int32 [GROUPED_SETS, R, k]: grouped row of each choice, -1 where another rank has the expert
         ("trace", "<u8"),  # TRACE_EVENT [num_blocks, TRACED_UNITS, trace_length], or 0
+        ("token_count", "<u8"),  # int32 on the GPU: how many of the tokens count, read by the launch; 0: num_tokens
         ("num_tokens", "<i4"),
         ("bound_tokens", "<i4"),
         ("num_experts", "<i4"),
@@ -110,7 +111,7 @@ LAYER_ARGUMENTS = np.dtype(
         ("group_lag", "<i4"),  # steps between the send of a microbatch and each of its later stages: pipeline.py, device_lags
         ("reduce_lag", "<i4"),
         ("combine_lag", "<i4"),
-        ("padding", "<i4", (30,)),
+        ("padding", "<i4", (28,)),
     ]
 )
 

@@ -52,7 +52,7 @@ class DeviceTrace:
         return rows
 
     def write(self, path: Path, notes: Sequence[str]) -> None:
-        """The stages as a data file for results/plot_stage_timeline.py; `notes` say where they come from, one of them "source: "."""
+        """The stages as a data file for results/plot_stage_timeline.py. `notes` say where they come from; one is "source: "."""
         columns = ("stage", "microbatch", "first_begin_us", "last_end_us", "us_per_block")
         with path.open("w", newline="", encoding="utf-8") as file:
             file.writelines(f"# {note}\n" for note in notes)

@@ -32,6 +32,7 @@ from megakernel.device_arguments import (
 from megakernel.pipeline import device_lags
 
 SOURCE = Path(__file__).with_name("megakernel.cu")
+KERNEL = "megakernel"
 THREADS = 512
 SHARED_BYTES = 232448 - 1024
 """The 227 KB that a block can have, less what the block's static variables take; compared with sizeof(LayerStorage) there."""
@@ -107,6 +108,7 @@ class MegaKernel:
             raise PlacementError("the megakernel takes the direct verbs: beside NVSHMEM's calls ptxas serialises its products.")
         defines = ["INC_TRACE"] * (trace_length > 0) + ["INC_COPIES_ROWS"] * copies_rows
         self.built = heap.build(SOURCE, headers=HEADERS, defines=defines)
+        heap.gpu.function(self.built.path, KERNEL)  # loaded now: a module cannot be loaded while a graph is captured
         self._check_weights(gate_up, down)
         self._kept: list[torch.Tensor] = [gate_up, down]
         self._record, record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))
@@ -193,12 +195,16 @@ class MegaKernel:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         bound_tokens: int | None = None,
+        token_count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
 
         `hidden_states` [N, H] bf16; `router_logits` [N, num_experts] float32 or bf16, or `expert_ids` [N, k] int32 with `weights`
         [N, k] float32; all contiguous on this rank's GPU. Returns `out` [N, H], the caller's memory. Asynchronous: the result is
         there when torch's current stream has come so far, and a failure shows at `check` or at the next call.
+
+        A call may be captured in a CUDA graph, the first one too. A replay reads the same addresses: what they hold may change,
+        and with `token_count` [1] int32 on the GPU also how many of the N tokens count; rows of `out` behind them stay.
         """
         self.check()
         num_tokens, bound = len(hidden_states), bound_tokens or self.pipeline.bound_tokens
@@ -224,10 +230,13 @@ class MegaKernel:
             raise ConfigurationError("give router_logits, or both expert_ids and weights.")
         arguments["tokens"], arguments["output"] = hidden_states.data_ptr(), out.data_ptr()
         arguments["expert_ids"], arguments["weights"] = expert_ids.data_ptr(), weights.data_ptr()
+        if token_count is not None:
+            self._check_tensor("token_count", token_count, (1,), (torch.int32,))
+        arguments["token_count"] = 0 if token_count is None else token_count.data_ptr()
         arguments["num_tokens"], arguments["bound_tokens"] = num_tokens, bound
         arguments["num_microbatches"] = -(-bound // self.pipeline.microbatch_tokens)
         self.heap.launch(
-            self.built, "megakernel", [arguments], num_blocks=self.num_blocks, num_threads=THREADS, shared_bytes=SHARED_BYTES,
+            self.built, KERNEL, [arguments], num_blocks=self.num_blocks, num_threads=THREADS, shared_bytes=SHARED_BYTES,
             stream=torch.cuda.current_stream(self.device).cuda_stream,
         )  # fmt: skip
         return out

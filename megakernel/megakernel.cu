@@ -68,7 +68,10 @@ struct VectorStages {
   StageTrace trace;
 
   __device__ uint64_t magic_of(int number) const { return shared.first_magic + number; }
-  __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, arguments.num_tokens); }
+  __device__ int total_tokens() const {
+    return arguments.token_count ? max(0, min(*pointer<const int32_t>(arguments.token_count), arguments.num_tokens)) : arguments.num_tokens;
+  }
+  __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, total_tokens()); }
   __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
 
   __device__ bool send(int number) {
