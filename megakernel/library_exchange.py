@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,8 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from inc_runtime.errors import PlacementError
 from megakernel.baseline_arguments import HEADER_BYTES
 from megakernel.launch_baseline import Allocate
+
+MARK_BYTES, NO_MARK = 16, 251
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class RegisteredMemory:
     _of_backend: dict[int, RegisteredMemory] = {}
 
     def __init__(self, backend: Any) -> None:
+        self.numbers = itertools.count()  # of the exchanges of this group; all ranks make them in the same order
         self._backend = backend
         self._pool = torch.cuda.MemPool(backend.mem_allocator)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))  # never destroyed: at exit the driver may be gone before it
@@ -157,7 +162,7 @@ class RegisteredMemory:
 class LibraryExchange:
     """Blocks over torch.distributed's all-to-all (NCCL). Its memory is allocated once, for the bound of the layer.
 
-    Collective to make.
+    Collective to make. Raises: PlacementError where a block does not arrive in its place.
     """
 
     def __init__(
@@ -165,12 +170,39 @@ class LibraryExchange:
     ) -> None:
         self.group, self.sizes, self.counting = group, sizes, counting
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        allocate = RegisteredMemory.of(group).allocate
+        registered = RegisteredMemory.of(group)
+        allocate = registered.allocate
         self.memory = BlockMemory(self.rank, self.num_ranks, sizes, allocate)
         self.places = self.memory.places(sizes)
         self._counts = allocate(2 * 4 * self.num_ranks).view(torch.int32).view(2, self.num_ranks)
         self.sent_counts = self._counts[0]
         self._packets: tuple[list[int], list[int]] = ([], [])  # sent to and received from each rank, of the last dispatch
+        self._number = next(registered.numbers)
+        self._check_arrival()
+
+    def _check_arrival(self) -> None:
+        """Send marked blocks once and look where they arrive: memory that NCCL knows wrongly would else lose rows silently."""
+        memory, bounds = self.memory, [self.sizes.bound_tokens] * self.num_ranks
+        kinds = (memory.received, memory.send, self.sizes.packets), (memory.returned, memory.partial, self.sizes.rows)
+        for targets, sources, num_bytes in kinds:
+            for peer in self._peers:
+                sources[peer][-MARK_BYTES:] = self._mark(self.rank, peer)
+                targets[peer][-MARK_BYTES:] = NO_MARK
+            self._all_to_all(targets, sources, num_bytes, bounds, bounds)
+            for peer in self._peers:
+                seen, wanted = targets[peer][-MARK_BYTES:].tolist(), self._mark(peer, self.rank)
+                if seen != [wanted] * MARK_BYTES:
+                    raise PlacementError(
+                        f"rank {self.rank}: a block of rank {peer} did not arrive in the memory registered for it (bytes "
+                        f"{set(seen)}, expected {wanted}). NCCL holds an old mapping of that address: start the process anew."
+                    )
+
+    def _mark(self, sender: int, receiver: int) -> int:
+        return (self._number * 97 + sender * 13 + receiver * 7) % NO_MARK
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if rank != self.rank]
 
     def dispatch(self, call: np.ndarray, bound_tokens: int) -> None:
         """See `Exchange`. With `COUNTED`, the host waits for the counts here."""
@@ -197,8 +229,7 @@ class LibraryExchange:
             return
         nothing = self.memory.received[self.rank][:0]
         incoming, outgoing = [nothing] * self.num_ranks, [nothing] * self.num_ranks
-        for peer in range(self.num_ranks):
-            if peer != self.rank:
-                incoming[peer] = targets[peer][: num_bytes(counts_in[peer])]
-                outgoing[peer] = sources[peer][: num_bytes(counts_out[peer])]
+        for peer in self._peers:
+            incoming[peer] = targets[peer][: num_bytes(counts_in[peer])]
+            outgoing[peer] = sources[peer][: num_bytes(counts_out[peer])]
         dist.all_to_all(incoming, outgoing, group=self.group)
