@@ -48,7 +48,8 @@ class Library:
         """`check(exchange)` on every rank; returns what was raised."""
         allocate = lambda num_bytes: torch.full((num_bytes,), 0xFF, dtype=torch.uint8)  # noqa: E731
         monkeypatch.setattr(module, "dist", self)
-        monkeypatch.setattr(module.RegisteredMemory, "of", lambda group: SimpleNamespace(allocate=allocate, numbers=itertools.repeat(5)))
+        memory = SimpleNamespace(allocate=allocate, numbers=itertools.repeat(5))
+        monkeypatch.setattr(module.RegisteredMemory, "of", lambda group: memory)
         raised: list[Exception] = []
 
         def rank(number: int) -> None:
