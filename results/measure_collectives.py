@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,12 @@ COPY_BYTES, COPY_REPEATS, ALL_SMS = 128 << 20, 10, 132
 SHAPE, DEPTH = OLMOE_1B_7B, 3
 RELAY_ALONE_DEPTH = 6
 """Without sums a relayed dispatch leaves half of the ring free: as many microbatches are then in flight as elsewhere."""
-IMPLEMENTATIONS = {CommunicationModel.INC_ALL_TO_ALL: "megakernel_inc", CommunicationModel.ALL_TO_ALL: "megakernel"}
+IMPLEMENTATIONS = {
+    CommunicationModel.INC_ALL_TO_ALL: "megakernel_inc",
+    CommunicationModel.ALL_TO_ALL: "megakernel",
+    CommunicationModel.INC_ALL_TO_ALL_PHASED: "megakernel_inc_phased",
+    CommunicationModel.ALL_TO_ALL_PHASED: "megakernel_phased",
+}
 LIMIT_S = 60.0
 WARM_MICROBATCHES = 100
 COLUMNS = [
@@ -58,7 +64,7 @@ COLUMNS = [
         "value",
         "unit",
     ),
-    *("role", "direction", "switch_blocks", "sum_order"),
+    *("role", "direction", "switch_blocks", "sum_order", "ranks_per_phase"),
 ]
 SERVED = {
     ExchangeMode.DISPATCH: (Role.DISPATCH_SWITCH,),
@@ -75,10 +81,16 @@ class Bench:
     switch_blocks: int
     rows: list[dict[str, object]]
     model: CommunicationModel = CommunicationModel.INC_ALL_TO_ALL
+    ranks_per_phase: int = 1
 
     def add(self, metric: str, value: float, unit: str, **more: object) -> None:
         row = {"metric": metric, "value": f"{value:.6g}", "unit": unit, "switch_blocks": self.switch_blocks}
+        row["ranks_per_phase"] = self.ranks_per_phase if self.model.phased else ""
         self.rows.append({"implementation": IMPLEMENTATIONS[self.model], **row, **more})
+
+    def pipeline(self, num_microbatches: int, microbatch_tokens: int, depth: int, order=SumOrder.ARRIVAL) -> Pipeline:
+        bound = num_microbatches * microbatch_tokens
+        return Pipeline(bound, microbatch_tokens, depth, self.ranks_per_phase, sum_order=order)
 
     def heap(self, pipeline: Pipeline) -> DeviceHeap:
         check(SHAPE, pipeline, self.job.world.num_ranks)
@@ -147,9 +159,9 @@ def run(
 def replay_plans(heap: DeviceHeap, last_magic: int) -> None:
     """Let the plans that stand in a combine switch serve until `last_magic`, and forget the stop words of the run before.
 
-    With a relay the ranks themselves hold what they return, and of whom.
+    With a relay the ranks themselves hold what they return, and of whom; with phases they send the plan again.
     """
-    if heap.role is Role.COMBINE_SWITCH and heap.layout.dims.model.in_network:
+    if heap.role is Role.COMBINE_SWITCH and heap.layout.dims.model is CommunicationModel.INC_ALL_TO_ALL:
         heap.write_region("plan_arrived", np.full(DEPTH, signal_word(last_magic, True), np.uint64))
         heap.write_region("stop", np.zeros(heap.job.world.num_ranks, np.uint64))
     heap.job.barrier()
@@ -164,8 +176,8 @@ def rate(moments: np.ndarray, rows_per_microbatch: float) -> float:
 
 def measure_throughput(bench: Bench, microbatch_tokens: int, num_microbatches: int, order: SumOrder) -> None:
     job = bench.job
-    checked = Pipeline((2 * DEPTH + 1) * microbatch_tokens, microbatch_tokens, depth=DEPTH, sum_order=order)
-    timed = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=DEPTH, sum_order=order)
+    checked = bench.pipeline(2 * DEPTH + 1, microbatch_tokens, DEPTH, order)
+    timed = bench.pipeline(num_microbatches, microbatch_tokens, DEPTH, order)
     heap = bench.heap(timed)
     run(bench, heap, checked, ExchangeMode.BOTH, verify=True)
     inward = "rows_pulled" if bench.model.in_network else "rows_sent"
@@ -197,7 +209,7 @@ SWEEP = (4, 8, 12, 16, 24, 32)
 def measure_sweep(bench: Bench, microbatch_tokens: int, num_microbatches: int) -> None:
     """Egress of the dispatch switch alone for several numbers of blocks."""
     depth = DEPTH if bench.model.in_network else RELAY_ALONE_DEPTH
-    pipeline = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=depth)
+    pipeline = bench.pipeline(num_microbatches, microbatch_tokens, depth)
     heap = bench.heap(pipeline)
     for blocks in SWEEP:
         _, moments = run(bench, heap, pipeline, ExchangeMode.DISPATCH, blocks=blocks)
@@ -211,7 +223,7 @@ def measure_sweep(bench: Bench, microbatch_tokens: int, num_microbatches: int) -
 
 def measure_latency(bench: Bench, num_tokens: int, num_microbatches: int = 2000) -> None:
     """One microbatch at a time: the next begins when the sums of the last are back."""
-    pipeline = Pipeline(num_microbatches * num_tokens, num_tokens, depth=1)
+    pipeline = bench.pipeline(num_microbatches, num_tokens, 1)
     heap = bench.heap(pipeline)
     done, served = run(bench, heap, pipeline, ExchangeMode.BOTH, timed=True)
     heap.close()
@@ -257,6 +269,7 @@ def main() -> None:
     parser.add_argument("--switch-blocks", type=int, default=SWITCH_BLOCKS)
     parser.add_argument("--sweep", action="store_true", help="also vary the blocks of the dispatch switch")
     parser.add_argument("--model", type=CommunicationModel, nargs="+", default=list(IMPLEMENTATIONS), metavar="MODEL")
+    parser.add_argument("--ranks-per-phase", type=int, nargs="+", default=[1], metavar="G")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     world = World(options.ranks)
@@ -265,7 +278,9 @@ def main() -> None:
     with NvshmemJob.join(world, slab, options.placement) as job:
         bench = Bench(job, min(options.switch_blocks, job.placement.seats[-1].num_blocks), [])
         measure_copy_peak(bench)
-        for bench.model in options.model:
+        for bench.model, bench.ranks_per_phase in product(options.model, options.ranks_per_phase):
+            if bench.ranks_per_phase != options.ranks_per_phase[0] and not bench.model.phased:
+                continue
             for tokens in (1, 8):
                 measure_latency(bench, tokens)
             for tokens in options.microbatch_tokens:
