@@ -45,6 +45,7 @@ __device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t m
     for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units;
          unit += cut.num_blocks * team.num_warps()) {
         const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
+        warp_passes_port(heap, heap.pe, Port::EGRESS, part == cut.parts ? int(heap.record_bytes) : cut.part_bytes, lane);
         if (part == cut.parts) {
             const Remote target{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
             put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), target, routed, token, lane);

@@ -258,7 +258,8 @@ enum class RankRegion : int {
     chunks_sent = 20,  // this rank; this rank
     chunk_header = 21,  // this rank; its own put
     phase_opened = 22,  // relay; this rank
-    NUM_REGIONS = 23,
+    ports = 23,  // whoever moves rows through a port of this rank; the same
+    NUM_REGIONS = 24,
 };
 
 INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
@@ -286,6 +287,7 @@ INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
         case RankRegion::chunks_sent: return {"chunks_sent", Kind::CONTROL, Element::UINT64, 0x07u, false};
         case RankRegion::chunk_header: return {"chunk_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case RankRegion::phase_opened: return {"phase_opened", Kind::FLAGS, Element::UINT64, 0x04u, false};
+        case RankRegion::ports: return {"ports", Kind::CONTROL, Element::UINT64, 0x7fu, false};
         default: return {"?", Kind::CONTROL, Element::UINT8, 0u, true};
     }
 }
@@ -315,6 +317,7 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::chunks_sent: return {1, {d.num_relays()}};
         case RankRegion::chunk_header: return {3, {d.num_relays(), d.relay_cells(), 7}};
         case RankRegion::phase_opened: return {3, {d.depth, d.world.num_combine_switches, d.num_ranks()}};
+        case RankRegion::ports: return {1, {2}};
         default: return {0, {}};
     }
 }

@@ -117,6 +117,12 @@ __device__ inline void put_scattered_words(int num_words, int lane, SourceAt sou
     }
 }
 
+// What a chunk costs on a port: its rows and, where it has them, their records.
+template <class Region>
+__device__ inline uint64_t bytes_of_chunk(const Heap& heap, int num_rows) {
+    return uint64_t(num_rows) * (heap.row_bytes + (Relay<Region>::DISPATCH ? heap.record_bytes : 0));
+}
+
 // Send one chunk: the fields, for a dispatch `header` and records, the rows. `row_at(i)` is where row i of the message stands,
 // `record_at(i)` its record. One warp, which has the credit of the cell.
 template <class Region, class RowAt, class RecordAt>
@@ -137,6 +143,7 @@ __device__ inline void send_chunk(const Heap& heap, uint64_t chunk, uint64_t mag
         Link::put_words(heap, source, num_bytes, lane, 1,
                         [&](int) { return Remote{relay, offset_of(heap, region, heap.pe, cell)}; });
     };
+    warp_passes_port(heap, heap.pe, Port::EGRESS, bytes_of_chunk<Region>(heap, part.num_rows), lane);
     put_fixed(reinterpret_cast<const char*>(own_fields), CHUNK_FIELDS * 8, Region::relay_chunk);
     if constexpr (Relay<Region>::DISPATCH) {
         put_fixed(header, HEADER_FIELDS * 8, Region::relay_header);
