@@ -143,8 +143,9 @@ class Gpu:
         num_threads: int,
         shared_bytes: int = 0,
         resident: bool = True,
+        stream: int | None = None,
     ) -> None:
-        """Start a kernel on the kernel stream. `arguments`: zero-dimensional arrays, passed by value.
+        """Start a kernel on `stream`, by default the kernel stream. `arguments`: zero-dimensional arrays, passed by value.
 
         `resident`: refuse a grid whose blocks cannot all be on the GPU at once. Raises PlacementError.
         """
@@ -170,7 +171,7 @@ class Gpu:
             1,
             1,
             shared_bytes,
-            self.kernel_stream,
+            self.kernel_stream if stream is None else stream,
             ctypes.addressof(pointers),
             0,
         )

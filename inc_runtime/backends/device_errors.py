@@ -20,6 +20,11 @@ def error_of_record(record: np.void, name: str, world: World, dims: Dims) -> Exc
             f"{world.name_of(sender)} brought {field} = {seen_value} to magic {magic}, expected {record['expected']}. "
             "Give every rank the same bound, microbatch size, shape and call order."
         )
+    if kind is ErrorKind.BAD_LOGIT:
+        return ConfigurationError(
+            f"router_logits[{record['field']}, {seen_value}] of {world.name_of(sender)} is not a finite number. "
+            "Look for an overflow in the layers before."
+        )
     if kind is ErrorKind.BAD_EXPERT:
         return ConfigurationError(
             f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {seen_value}, "

@@ -308,11 +308,16 @@ class DeviceHeap:
         num_blocks: int,
         num_threads: int,
         shared_bytes: int = 0,
+        stream: int | None = None,
     ) -> None:
-        """Start a kernel of this PE: the heap, then `arguments`."""
-        function = self.gpu.function(built.path, kernel)
+        """Start a kernel of this PE, on `stream` or the kernel stream: the heap, then `arguments`."""
         self.gpu.launch(
-            function, [self.argument, *arguments], num_blocks=num_blocks, num_threads=num_threads, shared_bytes=shared_bytes
+            self.gpu.function(built.path, kernel),
+            [self.argument, *arguments],
+            num_blocks=num_blocks,
+            num_threads=num_threads,
+            shared_bytes=shared_bytes,
+            stream=stream,
         )
 
     def wait(self, *, limit_s: float | None = None) -> None:

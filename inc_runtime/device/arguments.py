@@ -28,6 +28,7 @@ class ErrorKind(enum.IntEnum):
     TIMEOUT = 1
     MISMATCH = 2
     BAD_EXPERT = 3
+    BAD_LOGIT = 4
 
 
 class Packet(enum.IntEnum):
@@ -42,6 +43,7 @@ class Packet(enum.IntEnum):
     ROWS_COUNTED = 5
     ROWS_PLACED = 6
     SUMS_WRITTEN = 7
+    ROUTED = 10
     # And in the phased models.
     PLACE_GRANTED = 8
     PHASE_OPENED = 9
@@ -197,12 +199,13 @@ STRUCTS = {
 C_TYPES = {"<u4": "uint32_t", "<i4": "int32_t", "<u8": "uint64_t", "<i8": "int64_t"}
 
 
-def _c_struct(name: str, dtype: np.dtype) -> str:
+def c_struct(name: str, dtype: np.dtype, known: dict[str, np.dtype] = STRUCTS) -> str:
+    """The C text of one structure; members whose dtype is in `known` take its name as their type."""
     lines = []
     for field in dtype.names or ():
         member = dtype.fields[field][0]  # type: ignore[index]
         base, shape = (member.subdtype[0], member.shape) if member.subdtype else (member, ())
-        c_type = next((s for s, d in STRUCTS.items() if d == base), None) or C_TYPES[base.str]
+        c_type = next((s for s, d in known.items() if d == base), None) or C_TYPES[base.str]
         lines.append(f"    {c_type} {field}{''.join(f'[{n}]' for n in shape)};")
     return f"struct {name} {{\n" + "\n".join(lines) + f"\n}};\nstatic_assert(sizeof({name}) == {dtype.itemsize});\n"
 
@@ -224,7 +227,7 @@ def header_text() -> str:
             *(f"constexpr int {name} = {value};" for name, value in limits.items()),
             "",
             *(_c_enum(kind) for kind in (ErrorKind, Packet, ExchangeMode)),
-            *(_c_struct(name, dtype) for name, dtype in STRUCTS.items()),
+            *(c_struct(name, dtype) for name, dtype in STRUCTS.items()),
             "}  // namespace inc",
             "",
         ]

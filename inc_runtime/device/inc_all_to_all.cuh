@@ -24,15 +24,31 @@ struct TokenSums {
     }
 };
 
-// How one push is cut into units, one per warp: `parts` of a row each, and its record. Few rows still keep many warps busy.
+// How one push is cut into units, one per warp: a token, row and record. Few tokens still keep many warps busy: then a row is cut
+// into `parts`, and its record is a unit of its own.
 struct PushUnits {
-    int parts, part_bytes, num_units, num_blocks;
+    int parts, part_bytes, units_per_token, num_units, num_blocks;
+
+    __device__ int token(int unit) const { return unit / units_per_token; }
+    __device__ int part(int unit) const { return unit % units_per_token; }
+    __device__ bool has_record(int unit) const { return part(unit) == units_per_token - 1; }
+    __device__ bool has_row(int unit) const { return part(unit) < parts; }
 };
 
 __device__ inline PushUnits units_of_push(const Heap& heap, const Team& team, int num_tokens) {
-    const int parts = parts_of_row(num_tokens, team.num_warps() - 1, heap.row_bytes), units = num_tokens * (parts + 1);
-    return {parts, int(heap.row_bytes) / parts, units,
+    const int parts = parts_of_row(num_tokens, team.num_warps() - 1, heap.row_bytes), per_token = parts > 1 ? parts + 1 : 1;
+    const int units = num_tokens * per_token;
+    return {parts, int(heap.row_bytes) / parts, per_token, units,
             max(1, min(team.num_blocks, (units + team.num_warps()) / team.num_warps()))};
+}
+
+// `visit(token)` for every token, in the warp that will put its record: it may still choose the token's experts.
+template <class Visit>
+__device__ inline void for_each_record(const Heap& heap, const Team& team, int num_tokens, Visit visit) {
+    const PushUnits cut = units_of_push(heap, team, num_tokens);
+    if (team.block >= cut.num_blocks) return;
+    for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units; unit += cut.num_blocks * team.num_warps())
+        if (cut.has_record(unit)) visit(cut.token(unit));
 }
 
 // Put the microbatch into slot `inbox` of the dispatch switch: one packet. Every block of the team calls it; returns before it has
@@ -44,13 +60,14 @@ __device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t m
     const int lane = team.lane();
     for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units;
          unit += cut.num_blocks * team.num_warps()) {
-        const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
-        warp_passes_port(heap, heap.pe, Port::EGRESS, part == cut.parts ? int(heap.record_bytes) : cut.part_bytes, lane);
-        if (part == cut.parts) {
+        const int token = cut.token(unit), first_byte = cut.part(unit) * cut.part_bytes;
+        const int row_bytes = cut.has_row(unit) ? cut.part_bytes : 0, record_bytes = cut.has_record(unit) ? int(heap.record_bytes) : 0;
+        warp_passes_port(heap, heap.pe, Port::EGRESS, row_bytes + record_bytes, lane);
+        if (cut.has_record(unit)) {
             const Remote target{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
             put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), target, routed, token, lane);
-            continue;
         }
+        if (!cut.has_row(unit)) continue;
         const char* source = routed.tokens + uint64_t(token) * heap.row_bytes + first_byte;
         if constexpr (Link::STAGED) {
             char* staged = own<char>(heap, RankRegion::tokens, slot, token) + first_byte;

@@ -39,6 +39,12 @@ __device__ inline void store_to_all(const Heap& heap, const char* source, int nu
     }
 }
 
+// Loads of 16 bytes that a lane keeps in flight while it copies a row; a kernel with few registers defines it before.
+#if !defined(INC_LOADS_IN_FLIGHT)
+#define INC_LOADS_IN_FLIGHT 8
+#endif
+constexpr int LOADS_IN_FLIGHT = INC_LOADS_IN_FLIGHT;
+
 // Peers whose slabs this PE has mapped: plain loads and stores.
 struct DirectLink {
     static constexpr bool STAGED = false;
@@ -47,7 +53,7 @@ struct DirectLink {
     template <class TargetOf>
     static __device__ void put_row(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask,
                                    TargetOf target_of) {
-        store_to_all<8>(heap, source, num_bytes, lane, mask, target_of);
+        store_to_all<LOADS_IN_FLIGHT>(heap, source, num_bytes, lane, mask, target_of);
     }
 
     // The same for records and headers: a multiple of 8 bytes.

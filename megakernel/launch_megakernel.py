@@ -1,0 +1,251 @@
+"""Host side of `megakernel.cu`: the MoE layer of one rank on a GPU, one launch per call.
+
+Needs a Hopper GPU, a `DeviceHeap` on which the switches serve, and torch for memory and streams. The launch goes to torch's
+current stream; a failed wait shows at the next call, or at `check`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from inc_runtime.backends.nvshmem import DeviceHeap
+from inc_runtime.compile_cache import Built, build
+from inc_runtime.config import LayerShape, Pipeline, Router, check
+from inc_runtime.errors import ConfigurationError, PlacementError
+from inc_runtime.protocol import signal_word
+from megakernel.device_arguments import (
+    GROUPED_SETS,
+    GROUPING,
+    HEADERS,
+    LAYER_ARGUMENTS,
+    MAX_EXPERTS,
+    MAX_LOCAL_EXPERTS,
+    MAX_TOP_K,
+    TILE_ROWS,
+    TRACE_EVENT,
+    TRACED_UNITS,
+)
+from megakernel.pipeline import device_lags
+
+SOURCE = Path(__file__).with_name("megakernel.cu")
+THREADS = 512
+SHARED_BYTES = 232448 - 1024
+"""The 227 KB that a block can have, less what the block's static variables take; compared with sizeof(LayerStorage) there."""
+CLOCKS_PER_SECOND = 2_000_000_000
+ACTIVATION_COLUMNS = 128
+"""Columns of the activation that one tile of MatMul 1 writes."""
+
+
+def check_supported(shape: LayerShape, num_ranks: int, arch: str) -> None:
+    """Refuse what the kernel cannot do. Raises PlacementError, ConfigurationError."""
+    if arch != "sm_90a":
+        raise PlacementError(f"the megakernel needs a Hopper GPU (sm_90a), found {arch}. Use the host backend.")
+    local = -(-shape.num_experts // num_ranks)
+    limits = (
+        ("hidden_size", shape.hidden_size, shape.hidden_size % 256 == 0, "a multiple of 256"),
+        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 128 == 0, "a multiple of 128"),
+        ("num_experts", shape.num_experts, shape.num_experts <= MAX_EXPERTS, f"at most {MAX_EXPERTS}"),
+        ("experts per rank", local, local <= MAX_LOCAL_EXPERTS, f"at most {MAX_LOCAL_EXPERTS}; more ranks hold fewer each"),
+        ("top_k", shape.top_k, shape.top_k <= MAX_TOP_K, f"at most {MAX_TOP_K}"),
+    )
+    for name, value, good, limit in limits:
+        if not good:
+            raise ConfigurationError(f"{name} = {value}: the megakernel takes {limit}. Use the host backend, or pad.")
+
+
+def tensor_map(matrix: torch.Tensor, box_rows: int) -> np.ndarray:
+    """Tensor map of a row-major bf16 matrix [rows, columns], boxes of `box_rows` x 64, 128-byte swizzle: 16 words."""
+    rows, columns = matrix.shape
+    storage = ctypes.create_string_buffer(128 + 64)
+    address = (ctypes.addressof(storage) + 63) // 64 * 64
+    bfloat16, swizzle_128, promote_256 = 9, 3, 3
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address), bfloat16, 2, ctypes.c_void_p(matrix.data_ptr()),
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(columns * 2),
+        (ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1), 0, swizzle_128, promote_256, 0,
+    )  # fmt: skip
+    if status:
+        raise PlacementError(f"cuTensorMapEncodeTiled failed with {status} for a matrix of {rows} x {columns}.")
+    return np.frombuffer(ctypes.string_at(address, 128), "<u8")
+
+
+def build_megakernel(heap: DeviceHeap, *, traced: bool = False) -> Built:
+    """Compile the kernel for this GPU and this heap's communication model, or take it from the cache."""
+    defines = ["INC_TRACE"] if traced else []
+    built = build(SOURCE, heap.verbs, heap.gpu.arch, heap.layout.dims.model, headers=HEADERS, defines=defines)
+    if heap.verbs.value == "nvshmem":
+        heap.job.init_module(built)
+    return built
+
+
+class MegaKernel:
+    """The layer on one rank. `gate_up` [E, 2I, H] (gate rows first), `down` [E, H, I]: bf16, on the GPU, this rank's experts.
+
+    `bias` [num_experts] float32 counts for the choice of a sigmoid router. `layer`: compared by the switches, so that ranks that
+    call layers in another order are refused. `num_blocks`: SMs to use, by default those of this PE's seat.
+    """
+
+    def __init__(
+        self,
+        heap: DeviceHeap,
+        shape: LayerShape,
+        pipeline: Pipeline,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        layer: int = 0,
+        num_blocks: int | None = None,
+        trace_length: int = 0,
+    ) -> None:
+        num_ranks, self.heap, self.shape, self.pipeline = heap.job.world.num_ranks, heap, shape, pipeline
+        check(shape, pipeline, num_ranks)
+        check_supported(shape, num_ranks, heap.gpu.arch)
+        self.device = torch.device(f"cuda:{heap.job.seat.gpu}")
+        self.num_blocks = num_blocks or heap.job.seat.num_blocks
+        self.experts = shape.experts_of_rank(heap.job.pe, num_ranks)
+        self.built = build_megakernel(heap, traced=trace_length > 0)
+        self._check_weights(gate_up, down)
+        self._kept: list[torch.Tensor] = [gate_up, down]
+        self._record, record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))
+        self.arguments = np.zeros((), LAYER_ARGUMENTS)
+        self._fill_matmul(gate_up, down, record_address)
+        self._fill_layer(bias, layer, trace_length)
+
+    def _check_weights(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        num, hidden, inner = len(self.experts), self.shape.hidden_size, self.shape.intermediate_size
+        for name, tensor, wanted in (("gate_up", gate_up, (num, 2 * inner, hidden)), ("down", down, (num, hidden, inner))):
+            good = tensor.dtype == torch.bfloat16 and tensor.device == self.device and tensor.is_contiguous()
+            if tuple(tensor.shape) != wanted or not good:
+                raise ConfigurationError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, expected contiguous {wanted} "
+                    f"torch.bfloat16 on {self.device}: the experts {self.experts.start} to {self.experts.stop - 1}."
+                )
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._kept.append(tensor)
+        return tensor
+
+    def _fill_matmul(self, gate_up: torch.Tensor, down: torch.Tensor, record_address: int) -> None:
+        heap, dims, shape = self.heap, self.heap.layout.dims, self.shape
+        hidden, inner, num = shape.hidden_size, shape.intermediate_size, len(self.experts)
+        capacity = dims.expert_row_capacity
+        most = capacity * min(shape.top_k, max(num, 1))
+        self.grouped_capacity = -(-(most + num * (TILE_ROWS - 1)) // TILE_ROWS) * TILE_ROWS
+        rows = GROUPED_SETS * self.grouped_capacity
+        activation = self._zeros(rows, inner, dtype=torch.bfloat16)
+        output = self._zeros(rows, hidden, dtype=torch.bfloat16)
+        matmul = self.arguments["matmul"]
+        if num:
+            matmul["gate_up_weights"]["words"] = tensor_map(gate_up.flatten(0, 1), 128)
+            matmul["down_weights"]["words"] = tensor_map(down.flatten(0, 1), 128)
+        matmul["activation_rows"]["words"] = tensor_map(activation, 64)
+        matmul["output_rows"]["words"] = tensor_map(output, 64)
+        matmul["token_rows"] = heap.job.slab + heap.layout.offset(heap.role, "expert_rows")
+        matmul["row_to_token"] = self._zeros(rows, dtype=torch.int32).data_ptr()
+        matmul["activation"], matmul["output"] = activation.data_ptr(), output.data_ptr()
+        tiles = rows // TILE_ROWS
+        matmul["activation_flags"] = self._zeros(tiles, inner // ACTIVATION_COLUMNS, dtype=torch.int64).data_ptr()
+        matmul["tiles_done"] = self._zeros(tiles, dtype=torch.int32).data_ptr()
+        matmul["ticket_word"] = self._zeros(1, dtype=torch.int64).data_ptr()
+        matmul["error_record"] = record_address
+        matmul["abort_word"] = heap.job.slab + heap.layout.offset(heap.role, "abort")
+        matmul["abort_value"] = signal_word(heap.job.pe + 1, True)
+        # Twice the limit of the protocol's waits: those know who is missing, and report first.
+        matmul["wait_limit_clocks"] = int(2 * heap.job.environment.wait_limit_s * CLOCKS_PER_SECOND)
+        matmul["num_experts"], matmul["hidden"], matmul["intermediate"] = num, hidden, inner
+        matmul["lag_tiles"] = 2 * self.num_blocks
+
+    def _fill_layer(self, bias: torch.Tensor | None, layer: int, trace_length: int) -> None:
+        arguments, dims, shape = self.arguments, self.heap.layout.dims, self.shape
+        if bias is not None:
+            self._kept.append(bias)
+            arguments["bias"] = bias.data_ptr()
+        self._chosen = self._zeros(self.pipeline.bound_tokens, shape.top_k, dtype=torch.int32)
+        self._weights = self._zeros(self.pipeline.bound_tokens, shape.top_k, dtype=torch.float32)
+        arguments["groupings"] = self._zeros(GROUPED_SETS * GROUPING.itemsize, dtype=torch.uint8).data_ptr()
+        capacity = dims.expert_row_capacity
+        arguments["position"] = self._zeros(GROUPED_SETS, capacity, shape.top_k, dtype=torch.int32).data_ptr()
+        if trace_length:
+            size = self.num_blocks * len(TRACED_UNITS) * trace_length * TRACE_EVENT.itemsize
+            self.trace = self._zeros(size, dtype=torch.uint8)
+            arguments["trace"], arguments["trace_length"] = self.trace.data_ptr(), trace_length
+        arguments["num_experts"], arguments["top_k"], arguments["layer"] = shape.num_experts, shape.top_k, layer
+        arguments["sigmoid"], arguments["renormalize"] = shape.router is Router.SIGMOID, shape.renormalize
+        arguments["first_expert"] = self.experts.start
+        arguments["row_capacity"], arguments["grouped_capacity"] = capacity, self.grouped_capacity
+        lags = device_lags(self.pipeline.depth)
+        arguments["group_lag"], arguments["reduce_lag"], arguments["combine_lag"] = lags.group, lags.reduce, lags.combine
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None = None,
+        *,
+        expert_ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        bound_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Launch the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
+
+        `hidden_states` [N, H] bf16; `router_logits` [N, num_experts] float32 or bf16, or `expert_ids` [N, k] int32 with `weights`
+        [N, k] float32; all contiguous on this rank's GPU. Returns `out` [N, H], the caller's memory. Asynchronous: the result is
+        there when torch's current stream has come so far, and a failure shows at `check` or at the next call.
+        """
+        self.check()
+        num_tokens, bound = len(hidden_states), bound_tokens or self.pipeline.bound_tokens
+        if num_tokens > bound or bound > self.pipeline.bound_tokens:
+            raise ConfigurationError(
+                f"{num_tokens} tokens with bound_tokens = {bound}: the layer was built for {self.pipeline.bound_tokens}. "
+                "Build it with a larger bound."
+            )
+        hidden, num_experts, top_k = self.shape.hidden_size, self.shape.num_experts, self.shape.top_k
+        out = torch.empty_like(hidden_states) if out is None else out
+        for name, tensor in (("hidden_states", hidden_states), ("out", out)):
+            self._check_tensor(name, tensor, (num_tokens, hidden), (torch.bfloat16,))
+        arguments = self.arguments
+        if router_logits is not None:
+            self._check_tensor("router_logits", router_logits, (num_tokens, num_experts), (torch.float32, torch.bfloat16))
+            arguments["logits"], expert_ids, weights = router_logits.data_ptr(), self._chosen, self._weights
+            arguments["logits_are_bfloat16"] = router_logits.dtype == torch.bfloat16
+        elif expert_ids is not None and weights is not None:
+            self._check_tensor("expert_ids", expert_ids, (num_tokens, top_k), (torch.int32,))
+            self._check_tensor("weights", weights, (num_tokens, top_k), (torch.float32,))
+            arguments["logits"] = 0
+        else:
+            raise ConfigurationError("give router_logits, or both expert_ids and weights.")
+        arguments["tokens"], arguments["output"] = hidden_states.data_ptr(), out.data_ptr()
+        arguments["expert_ids"], arguments["weights"] = expert_ids.data_ptr(), weights.data_ptr()
+        arguments["num_tokens"], arguments["bound_tokens"] = num_tokens, bound
+        arguments["num_microbatches"] = -(-bound // self.pipeline.microbatch_tokens)
+        self.heap.launch(
+            self.built, "megakernel", [arguments], num_blocks=self.num_blocks, num_threads=THREADS, shared_bytes=SHARED_BYTES,
+            stream=torch.cuda.current_stream(self.device).cuda_stream,
+        )  # fmt: skip
+        return out
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+        placed = tensor.device == self.device and tensor.is_contiguous()
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not placed:
+            raise ConfigurationError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                f"{'' if tensor.is_contiguous() else ', not contiguous'}, expected contiguous {shape} "
+                f"{' or '.join(map(str, dtypes))} on {self.device}."
+            )
+
+    def check(self) -> None:
+        """Raise what the kernels of this rank have reported. Raises what `DeviceHeap.check` raises, and TimeoutError."""
+        word = int(self._record["word"][0])
+        if self.heap.record["state"][0]:
+            self.heap.check()
+        if word:
+            raise TimeoutError(
+                f"{self.heap.job.name}: block {word >> 40} of the megakernel gave up at wait {word >> 32 & 255} of "
+                f"bounded_wait.cuh, detail {word & 0xFFFFFFFF}. Look whether another process holds its SMs."
+            )
