@@ -6,9 +6,10 @@
 switch; each with the role alone and with both at once. A relay forwards what reaches it, so for the plain models both are what it
 relays, rows of a rank's own experts included. `port_egress`, `port_ingress`: bytes per second through the port of one rank, rows
 and records, on average over the ranks; `--rank-port-gbps` bounds both (0: no bound; by default the copy peak over W in
-scale_model). `copy_peak`: a plain copy over the same link in the same run. `latency_*`:
-from push to rows, and from publish to sums, the maximum over the ranks of each microbatch, each rank by its own clock. Every
-configuration first runs with hashed tokens, whose rows and sums are compared on the device. Rates count token rows alone.
+scale_model). `switch_rows_held`: rows that the layout keeps on a switch, in microbatches of a rank. `copy_peak`: a plain copy
+over the same link in the same run. `latency_*`: from push to rows, and from publish to sums, the maximum over the ranks of each
+microbatch, each rank by its own clock. Every configuration first runs with hashed tokens, whose rows and sums are compared on the
+device. Rates count token rows alone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from inc_runtime.device.exchange import Exchange, Exchanged, stop_switches
 from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.placement import SWITCH_BLOCKS, PlacementKind
 from inc_runtime.protocol import Role, World, signal_word
+from megakernel.workload import Routing, routing_bias
 from switch_emulator.launch_switch import RunningSwitch
 
 FOLDER = Path(__file__).resolve().parent
@@ -67,7 +69,7 @@ COLUMNS = [
         "value",
         "unit",
     ),
-    *("role", "direction", "switch_blocks", "sum_order", "ranks_per_phase", "rank_port_gbps"),
+    *("role", "direction", "switch_blocks", "sum_order", "ranks_per_phase", "rank_port_gbps", "routing", "barrier"),
 ]
 SERVED = {
     ExchangeMode.DISPATCH: (Role.DISPATCH_SWITCH,),
@@ -86,16 +88,19 @@ class Bench:
     model: CommunicationModel = CommunicationModel.INC_ALL_TO_ALL
     ranks_per_phase: int = 1
     rank_port_gbps: float = 0.0
+    routing: Routing = Routing.UNIFORM
+    barrier: bool = True
 
     def add(self, metric: str, value: float, unit: str, **more: object) -> None:
         row = {"metric": metric, "value": f"{value:.6g}", "unit": unit, "switch_blocks": self.switch_blocks}
         row["ranks_per_phase"] = self.ranks_per_phase if self.model.phased else ""
+        row["routing"], row["barrier"] = self.routing.value, int(self.barrier) if self.model.phased else ""
         row["rank_port_gbps"] = f"{self.rank_port_gbps:.4g}" if self.rank_port_gbps else ""
         self.rows.append({"implementation": IMPLEMENTATIONS[self.model], **row, **more})
 
     def pipeline(self, num_microbatches: int, microbatch_tokens: int, depth: int, order=SumOrder.ARRIVAL) -> Pipeline:
         bound = num_microbatches * microbatch_tokens
-        return Pipeline(bound, microbatch_tokens, depth, self.ranks_per_phase, sum_order=order)
+        return Pipeline(bound, microbatch_tokens, depth, self.ranks_per_phase, self.barrier, order)
 
     def heap(self, pipeline: Pipeline) -> DeviceHeap:
         check(SHAPE, pipeline, self.job.world.num_ranks)
@@ -124,16 +129,18 @@ def measure_copy_peak(bench: Bench) -> float:
                 measured[direction, blocks] = COPY_BYTES * COPY_REPEATS / best / 1e3
     measured = job.gather(measured)[job.world.dispatch_switch(0)]
     for (direction, blocks), rate in measured.items():
-        bench.add("copy_peak", rate, "GB/s", direction=direction, switch_blocks=blocks, implementation="", rank_port_gbps="")
+        nothing = dict.fromkeys(("implementation", "rank_port_gbps", "routing", "barrier", "ranks_per_phase"), "")
+        bench.add("copy_peak", rate, "GB/s", direction=direction, **{**nothing, "switch_blocks": blocks})
     return measured["push", ALL_SMS]
 
 
 @lru_cache(maxsize=2)
-def routed(pe: int, num_tokens: int) -> RoutedTokens:
-    """Random tokens of one rank with distinct, uniformly drawn experts."""
+def routed(pe: int, num_tokens: int, routing: Routing, num_ranks: int) -> RoutedTokens:
+    """Random tokens of one rank with distinct experts: the largest logits, which lean as the routing says."""
     rng = np.random.default_rng(pe)
     tokens = rng.integers(0, 1 << 16, (num_tokens, SHAPE.hidden_size), np.uint16)
-    ids = np.argsort(rng.random((num_tokens, SHAPE.num_experts)), axis=1)[:, : SHAPE.top_k]
+    logits = rng.standard_normal((num_tokens, SHAPE.num_experts)) + routing_bias(routing, SHAPE, num_ranks).numpy()
+    ids = np.argsort(-logits, axis=1)[:, : SHAPE.top_k]
     return RoutedTokens(tokens, ids.astype(np.int32), np.ones(ids.shape, np.float32))
 
 
@@ -151,7 +158,8 @@ def run(
     """One call on every rank, with the switches that the mode needs. Returns what the rank and the switch saw. Collective."""
     switch, done, moments = None, None, np.zeros(0, SWITCH_MOMENT)
     if heap.role is Role.COMPUTE_RANK:
-        call = Exchange(heap, SHAPE, pipeline, routed(bench.job.pe, pipeline.bound_tokens), mode=mode, verify=verify, timed=timed)
+        given = routed(bench.job.pe, pipeline.bound_tokens, bench.routing, bench.job.world.num_ranks)
+        call = Exchange(heap, SHAPE, pipeline, given, mode=mode, verify=verify, timed=timed)
     elif heap.role in SERVED[mode]:
         length = pipeline.num_microbatches
         switch = RunningSwitch(
@@ -220,6 +228,7 @@ def measure_throughput(bench: Bench, microbatch_tokens: int, num_microbatches: i
     checked = bench.pipeline(2 * DEPTH + 1, microbatch_tokens, DEPTH, order)
     timed = bench.pipeline(num_microbatches, microbatch_tokens, DEPTH, order)
     heap = bench.heap(timed)
+    layout = heap.layout
     run(bench, heap, checked, ExchangeMode.BOTH, verify=True)
     inward = "rows_pulled" if bench.model.in_network else "rows_sent"
     counted = job.gather((int(heap.counters()["rows_sent"]), int(heap.counters()[inward])))
@@ -237,6 +246,9 @@ def measure_throughput(bench: Bench, microbatch_tokens: int, num_microbatches: i
     more = {"num_tokens": timed.bound_tokens, "microbatch_tokens": microbatch_tokens, "sum_order": order.value}
     rows_out, rows_in = (counted[pe][i] / checked.num_microbatches for i, pe in enumerate((dispatch, combine)))
     bench.add("rows_per_token", rows_out / microbatch_tokens / job.world.num_ranks, "rows", **more)
+    for switch in (Role.DISPATCH_SWITCH, Role.COMBINE_SWITCH):  # kernels sum in registers what the layout keeps in accumulators
+        held = layout.row_bytes(switch) / ROW_BYTES / microbatch_tokens
+        bench.add("switch_rows_held", held, "m_b rows", role=switch.value, **more)
     for role in ("dispatch alone", "both"):
         bench.add("egress", rate(everyone[dispatch][role], rows_out), "GB/s", role=role, **more)
     for role in ("combine alone", "both"):
@@ -316,6 +328,8 @@ def main() -> None:
     parser.add_argument("--rank-port-gbps", type=float, nargs="+", default=None, metavar="GB/s", help="0: as fast as they are")
     parser.add_argument("--latency-tokens", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--ranks-per-phase", type=int, nargs="+", default=[1], metavar="G")
+    parser.add_argument("--routing", type=Routing, nargs="+", default=[Routing.UNIFORM], metavar="KIND")
+    parser.add_argument("--no-barrier", action="store_true", help="phased dispatches without the barrier behind them")
     parser.add_argument("--commit", default=None)
     options = parser.parse_args()
     world = World(options.ranks)
@@ -326,7 +340,9 @@ def main() -> None:
         peak = measure_copy_peak(bench)
         by_default = peak / options.ranks if job.placement.kind is PlacementKind.SCALE_MODEL else 0.0
         rates = options.rank_port_gbps if options.rank_port_gbps else [by_default]
-        for bench.model, bench.ranks_per_phase, bench.rank_port_gbps in product(options.model, options.ranks_per_phase, rates):
+        bench.barrier = not options.no_barrier
+        forms = product(options.routing, options.model, options.ranks_per_phase, rates)
+        for bench.routing, bench.model, bench.ranks_per_phase, bench.rank_port_gbps in forms:
             if bench.ranks_per_phase != options.ranks_per_phase[0] and not bench.model.phased:
                 continue
             for tokens in options.latency_tokens:
