@@ -94,8 +94,12 @@ class Dims:
 
     @property
     def relay_cells(self) -> int:
-        """Chunks that one sender may have in one relay."""
-        return max(MIN_RELAY_CELLS, RELAY_CELLS // self.num_ranks)
+        """Chunks that one sender may have in one relay: its share, but no more than its messages of two rings have.
+
+        With one ring, a relay that gives several cells back together would do so in the middle of a microbatch.
+        """
+        rings = 2 * self.depth * self.num_ranks * max(self.dispatch_chunks, self.combine_chunks)
+        return min(max(MIN_RELAY_CELLS, RELAY_CELLS // self.num_ranks), rings)
 
     @property
     def num_relays(self) -> int:

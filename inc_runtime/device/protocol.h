@@ -159,7 +159,23 @@ struct Dims {
             ? microbatch_tokens
             : 1;
     }
-    INC_HOST_DEVICE constexpr int64_t relay_cells() const { return larger(512 / num_ranks(), 8); }
+    INC_HOST_DEVICE constexpr int64_t relay_cells() const {
+        return (combine_chunks() > dispatch_chunks())
+            ? ((512 / num_ranks()) > 8)
+            ? ((512 / num_ranks()) > (((2 * depth) * num_ranks()) * combine_chunks()))
+            ? ((2 * depth) * num_ranks()) * combine_chunks()
+            : 512 / num_ranks()
+            : ((((2 * depth) * num_ranks()) * combine_chunks()) < 8)
+            ? ((2 * depth) * num_ranks()) * combine_chunks()
+            : 8
+            : ((512 / num_ranks()) > 8)
+            ? ((512 / num_ranks()) > (((2 * depth) * num_ranks()) * dispatch_chunks()))
+            ? ((2 * depth) * num_ranks()) * dispatch_chunks()
+            : 512 / num_ranks()
+            : ((((2 * depth) * num_ranks()) * dispatch_chunks()) < 8)
+            ? ((2 * depth) * num_ranks()) * dispatch_chunks()
+            : 8;
+    }
     INC_HOST_DEVICE constexpr int64_t num_relays() const { return world.num_dispatch_switches + world.num_combine_switches; }
     INC_HOST_DEVICE constexpr int64_t dispatch_chunks() const {
         return larger(ceil_div(dispatch_plane_tokens(), rows_per_chunk()), 1);
