@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +154,10 @@ class NvshmemJob:
         """Tell NVSHMEM about a module that calls its device API."""
         self._bindings.cumodule_init(int(self.gpu.module(built.path)))
 
-    @cached_property
     def clock_offset_ns(self) -> int:
         """Nanoseconds from this GPU's timer to the host's monotonic clock; of many tries the quickest counts: right to a few us.
 
-        Raises PlacementError where no kernel answers.
+        Clocks drift: measure it anew for every long run, and while no kernel runs. Raises PlacementError where none answers.
         """
         function = self.gpu.function(build(CLOCK_SOURCE, arch=self.gpu.arch).path, "clock_kernel")
         answer, address = self.gpu.pinned(np.dtype([("now", "<u8")]))
@@ -277,7 +275,7 @@ class DeviceHeap:
     def pace_ports(self, rank_port_gbps: float) -> None:
         """Let no rank send or receive faster than this, in GB/s each way; 0: as fast as it can. Equal on all PEs of the job."""
         self.argument["port_ps_per_kib"] = round(1024e3 / rank_port_gbps) if rank_port_gbps else 0
-        self.argument["clock_offset_ns"] = self.job.clock_offset_ns if rank_port_gbps else 0
+        self.argument["clock_offset_ns"] = self.job.clock_offset_ns() if rank_port_gbps else 0
 
     def write_region(self, name: str, value: np.ndarray) -> None:
         """Overwrite a whole region of this PE from the host, for a benchmark that replays half of the protocol."""
