@@ -18,6 +18,8 @@ MAX_EXPERTS = 1024
 """Experts of the layer: the router marks those that are taken in one 32-bit word per lane."""
 MAX_TOP_K = 32
 TILE_ROWS = 128
+PIECE_ROWS = 16
+"""Rows that one warp copies before it says so."""
 TRACED_STAGES = ("route", "dispatch", "group", "matmul_gate_up", "matmul_down", "reduce", "combine", "wait")
 """Stages as the trace numbers them; SwiGLU runs inside matmul_gate_up. `wait` is time in which a warp has nothing to do."""
 TRACED_UNITS = (Unit.VECTOR, Unit.MATRIX)
@@ -34,16 +36,16 @@ EXPERT_MATMUL_ARGUMENTS = np.dtype(
         ("output_rows", TENSOR_MAP),  # [num_rows, H], boxes of 64 rows
         ("token_rows", "<u8"),  # [., H] bf16, read only where rows are gathered
         ("row_to_token", "<u8"),  # int32 [num_rows]: grouped row -> row of token_rows; only where rows are gathered
+        ("grouped_rows", "<u8"),  # bf16 [num_rows, H]: what input_rows describes; only where rows are copied
         ("activation", "<u8"),  # bf16 [num_rows, I]
         ("output", "<u8"),  # bf16 [num_rows, H]
         ("routing_weight", "<u8"),  # float32 [num_rows] or 0: output rows are multiplied by it before rounding
-        ("row_tile_arrival", "<u8"),  # uint64 [num_row_tiles] or 0: input rows of a tile are there at a word >= arrival_word
+        ("row_tile_arrival", "<u8"),  # uint64 [num_row_tiles] or 0: input rows of a tile are there at PIECES_PER_TILE
         ("activation_flags", "<u8"),  # uint64 [num_row_tiles, I / 128]: one writer each, grow with the magic, never reset
         ("tiles_done", "<u8"),  # uint32 [num_row_tiles] or 0: column tiles of MatMul 2 that are written
         ("ticket_word", "<u8"),  # uint64, one word for all blocks (tile_scheduler.cuh); grows, never reset
         ("error_record", "<u8"),  # uint64: 0, or what a wait that ran out of time was for (bounded_wait.cuh)
         ("abort_word", "<u8"),  # uint64 or 0: other than 0 once some PE has given up; waits for words then end
-        ("arrival_word", "<u8"),
         ("wait_limit_clocks", "<i8"),
         ("num_experts", "<i4"),  # E, 1 to MAX_LOCAL_EXPERTS
         ("hidden", "<i4"),  # a multiple of 256
@@ -69,6 +71,8 @@ GROUPING = np.dtype(
         ("tally", "<u8", (MAX_LOCAL_EXPERTS,)),  # magic << 32 | rows counted so far; grows, never reset
         ("count", "<i4", (MAX_LOCAL_EXPERTS,)),  # rows of each expert
         ("offset", "<i4", (MAX_LOCAL_EXPERTS,)),  # first grouped row, a multiple of TILE_ROWS
+        ("num_row_tiles", "<i4"),  # of all experts
+        ("padding", "<i4"),
         ("counted", "<u8"),  # magic: all blocks have added to the tallies
         ("grouped", "<u8"),  # magic: counts, offsets, row_to_token and position are written
         ("blocks_counted", "<u8"),
@@ -90,6 +94,7 @@ LAYER_ARGUMENTS = np.dtype(
         ("groupings", "<u8"),  # GROUPING [GROUPED_SETS]
         ("position", "<u8"),  # int32 [GROUPED_SETS, R, k]: grouped row of each choice, -1 where another rank has the expert
         ("trace", "<u8"),  # TRACE_EVENT [num_blocks, TRACED_UNITS, trace_length], or 0
+        ("token_count", "<u8"),  # int32 on the GPU: how many of the tokens count, read by the launch; 0: num_tokens
         ("num_tokens", "<i4"),
         ("bound_tokens", "<i4"),
         ("num_experts", "<i4"),
@@ -106,11 +111,13 @@ LAYER_ARGUMENTS = np.dtype(
         ("group_lag", "<i4"),  # steps between the send of a microbatch and each of its later stages: pipeline.py, device_lags
         ("reduce_lag", "<i4"),
         ("combine_lag", "<i4"),
-        ("padding", "<i4", (30,)),
+        ("padding", "<i4", (28,)),
     ]
 )
 
-TRACE_EVENT = np.dtype([("begin_ns", "<u8"), ("end_ns", "<u8"), ("magic", "<u8"), ("stage", "<u4"), ("rows", "<u4")])
+TRACE_EVENT = np.dtype(
+    [("begin_ns", "<u8"), ("end_ns", "<u8"), ("clocks", "<u8"), ("magic", "<u8"), ("stage", "<u4"), ("rows", "<u4")]
+)
 
 STRUCTS = {
     "CUtensorMap": TENSOR_MAP,
@@ -130,6 +137,8 @@ def header_text() -> str:
         "MAX_EXPERTS": MAX_EXPERTS,
         "MAX_TOP_K": MAX_TOP_K,
         "TILE_ROWS": TILE_ROWS,
+        "PIECE_ROWS": PIECE_ROWS,
+        "PIECES_PER_TILE": TILE_ROWS // PIECE_ROWS,
     }
     stages = "".join(f"    {name.upper()} = {number},\n" for number, name in enumerate(TRACED_STAGES))
     return "\n".join(

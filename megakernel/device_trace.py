@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from megakernel.device_arguments import TRACE_EVENT, TRACED_STAGES, TRACED_UNITS
+from megakernel.device_arguments import TILE_ROWS, TRACE_EVENT, TRACED_STAGES, TRACED_UNITS
 from megakernel.launch_megakernel import MegaKernel
 
 
@@ -47,3 +50,23 @@ class DeviceTrace:
             spent = float((end - begin).sum()) / len(self.events)
             rows.append((TRACED_STAGES[stage], magic - first, begin.min() / 1e3, end.max() / 1e3, spent / 1e3))
         return rows
+
+    def write(self, path: Path, notes: Sequence[str]) -> None:
+        """The stages as a data file for results/plot_stage_timeline.py. `notes` say where they come from; one is "source: "."""
+        columns = ("stage", "microbatch", "first_begin_us", "last_end_us", "us_per_block")
+        with path.open("w", newline="", encoding="utf-8") as file:
+            file.writelines(f"# {note}\n" for note in notes)
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows((name, number, *(f"{us:.1f}" for us in times)) for name, number, *times in self.stages())
+
+    def tiles(self) -> dict[str, tuple[float, float]]:
+        """Per matrix stage: median microseconds and SM clocks of a whole tile of 128 rows."""
+        whole = self.events[(self.events["end_ns"] > 0) & (self.events["rows"] == TILE_ROWS)]
+        found = {}
+        for name in ("matmul_gate_up", "matmul_down"):
+            these = whole[whole["stage"] == TRACED_STAGES.index(name)]
+            if len(these):
+                spent = these["end_ns"].astype(np.int64) - these["begin_ns"].astype(np.int64)
+                found[name] = float(np.median(spent)) / 1e3, float(np.median(these["clocks"]))
+        return found

@@ -70,7 +70,7 @@ class ExpertMatmul:
         self.num_sms = torch.cuda.get_device_properties(0).multi_processor_count
 
     def launch(self, inputs: Inputs, kind: str, *, blocks: int = 0, weighted: bool = False, lag_tiles: int | None = None,
-               arrival: torch.Tensor | None = None, arrival_word: int = 0, limit: int = WAIT_LIMIT_CLOCKS) -> None:
+               arrival: torch.Tensor | None = None, limit: int = WAIT_LIMIT_CLOCKS) -> None:
         if not inputs.maps:
             inputs.maps = {
                 "input_rows": tensor_map(inputs.rows, 64),
@@ -91,7 +91,7 @@ class ExpertMatmul:
             matmul[name] = tensor.data_ptr()
         matmul["routing_weight"] = inputs.weight.data_ptr() if weighted else 0
         matmul["row_tile_arrival"] = arrival.data_ptr() if arrival is not None else 0
-        matmul["arrival_word"], matmul["wait_limit_clocks"] = arrival_word, limit
+        matmul["wait_limit_clocks"] = limit
         matmul["num_experts"], matmul["hidden"] = self.shape.num_experts, self.shape.hidden
         matmul["intermediate"] = self.shape.intermediate
         matmul["lag_tiles"] = 2 * blocks if lag_tiles is None else lag_tiles  # every block has one tile at work and one drawn

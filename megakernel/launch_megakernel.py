@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from inc_runtime.backends.nvshmem import DeviceHeap
-from inc_runtime.compile_cache import Built, build
+from inc_runtime.compile_cache import Verbs
 from inc_runtime.config import LayerShape, Pipeline, Router, check
 from inc_runtime.errors import ConfigurationError, PlacementError
 from inc_runtime.protocol import signal_word
@@ -32,6 +32,7 @@ from megakernel.device_arguments import (
 from megakernel.pipeline import device_lags
 
 SOURCE = Path(__file__).with_name("megakernel.cu")
+KERNEL = "megakernel"
 THREADS = 512
 SHARED_BYTES = 232448 - 1024
 """The 227 KB that a block can have, less what the block's static variables take; compared with sizeof(LayerStorage) there."""
@@ -73,20 +74,13 @@ def tensor_map(matrix: torch.Tensor, box_rows: int) -> np.ndarray:
     return np.frombuffer(ctypes.string_at(address, 128), "<u8")
 
 
-def build_megakernel(heap: DeviceHeap, *, traced: bool = False) -> Built:
-    """Compile the kernel for this GPU and this heap's communication model, or take it from the cache."""
-    defines = ["INC_TRACE"] if traced else []
-    built = build(SOURCE, heap.verbs, heap.gpu.arch, heap.layout.dims.model, headers=HEADERS, defines=defines)
-    if heap.verbs.value == "nvshmem":
-        heap.job.init_module(built)
-    return built
-
-
 class MegaKernel:
     """The layer on one rank. `gate_up` [E, 2I, H] (gate rows first), `down` [E, H, I]: bf16, on the GPU, this rank's experts.
 
     `bias` [num_experts] float32 counts for the choice of a sigmoid router. `layer`: compared by the switches, so that ranks that
     call layers in another order are refused. `num_blocks`: SMs to use, by default those of this PE's seat.
+    `trace_length`: events to keep per block and class of unit. `copies_rows`: rows are copied into the order of the experts
+    before MatMul 1, where it gathers them on load otherwise.
     """
 
     def __init__(
@@ -101,6 +95,7 @@ class MegaKernel:
         layer: int = 0,
         num_blocks: int | None = None,
         trace_length: int = 0,
+        copies_rows: bool = False,
     ) -> None:
         num_ranks, self.heap, self.shape, self.pipeline = heap.job.world.num_ranks, heap, shape, pipeline
         check(shape, pipeline, num_ranks)
@@ -108,7 +103,12 @@ class MegaKernel:
         self.device = torch.device(f"cuda:{heap.job.seat.gpu}")
         self.num_blocks = num_blocks or heap.job.seat.num_blocks
         self.experts = shape.experts_of_rank(heap.job.pe, num_ranks)
-        self.built = build_megakernel(heap, traced=trace_length > 0)
+        self.copies_rows = copies_rows
+        if heap.verbs is not Verbs.DIRECT:
+            raise PlacementError("the megakernel takes the direct verbs: beside NVSHMEM's calls ptxas serialises its products.")
+        defines = ["INC_TRACE"] * (trace_length > 0) + ["INC_COPIES_ROWS"] * copies_rows
+        self.built = heap.build(SOURCE, headers=HEADERS, defines=defines)
+        heap.gpu.function(self.built.path, KERNEL)  # loaded now: a module cannot be loaded while a graph is captured
         self._check_weights(gate_up, down)
         self._kept: list[torch.Tensor] = [gate_up, down]
         self._record, record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))
@@ -151,6 +151,10 @@ class MegaKernel:
         matmul["activation"], matmul["output"] = activation.data_ptr(), output.data_ptr()
         tiles = rows // TILE_ROWS
         matmul["activation_flags"] = self._zeros(tiles, inner // ACTIVATION_COLUMNS, dtype=torch.int64).data_ptr()
+        if self.copies_rows:
+            grouped = self._zeros(rows, hidden, dtype=torch.bfloat16)
+            matmul["grouped_rows"], matmul["input_rows"]["words"] = grouped.data_ptr(), tensor_map(grouped, 64)
+            matmul["row_tile_arrival"] = self._zeros(tiles, dtype=torch.int64).data_ptr()
         matmul["tiles_done"] = self._zeros(tiles, dtype=torch.int32).data_ptr()
         matmul["ticket_word"] = self._zeros(1, dtype=torch.int64).data_ptr()
         matmul["error_record"] = record_address
@@ -191,12 +195,16 @@ class MegaKernel:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         bound_tokens: int | None = None,
+        token_count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
 
         `hidden_states` [N, H] bf16; `router_logits` [N, num_experts] float32 or bf16, or `expert_ids` [N, k] int32 with `weights`
         [N, k] float32; all contiguous on this rank's GPU. Returns `out` [N, H], the caller's memory. Asynchronous: the result is
         there when torch's current stream has come so far, and a failure shows at `check` or at the next call.
+
+        A call may be captured in a CUDA graph, the first one too. A replay reads the same addresses: what they hold may change,
+        and with `token_count` [1] int32 on the GPU also how many of the N tokens count; rows of `out` behind them stay.
         """
         self.check()
         num_tokens, bound = len(hidden_states), bound_tokens or self.pipeline.bound_tokens
@@ -222,10 +230,13 @@ class MegaKernel:
             raise ConfigurationError("give router_logits, or both expert_ids and weights.")
         arguments["tokens"], arguments["output"] = hidden_states.data_ptr(), out.data_ptr()
         arguments["expert_ids"], arguments["weights"] = expert_ids.data_ptr(), weights.data_ptr()
+        if token_count is not None:
+            self._check_tensor("token_count", token_count, (1,), (torch.int32,))
+        arguments["token_count"] = 0 if token_count is None else token_count.data_ptr()
         arguments["num_tokens"], arguments["bound_tokens"] = num_tokens, bound
         arguments["num_microbatches"] = -(-bound // self.pipeline.microbatch_tokens)
         self.heap.launch(
-            self.built, "megakernel", [arguments], num_blocks=self.num_blocks, num_threads=THREADS, shared_bytes=SHARED_BYTES,
+            self.built, KERNEL, [arguments], num_blocks=self.num_blocks, num_threads=THREADS, shared_bytes=SHARED_BYTES,
             stream=torch.cuda.current_stream(self.device).cuda_stream,
         )  # fmt: skip
         return out

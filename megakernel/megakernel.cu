@@ -9,6 +9,7 @@
 // Cost: results/data/moe_layer_*.csv.
 #define INC_LOADS_IN_FLIGHT 4  // the vector warps have 96 registers
 
+#include "copy_rows.cuh"
 #include "matmul_roles.cuh"
 #include "stage1_route.cuh"
 #include "stage3_group.cuh"
@@ -20,6 +21,12 @@ namespace inc {
 constexpr int LAYER_THREADS = 512, VECTOR_THREADS = LAYER_THREADS - MATMUL_THREADS;
 constexpr int VECTOR_WARP = MATMUL_THREADS / WARP;
 constexpr int MATRIX_REGISTERS = 176, MOVER_REGISTERS = 64, VECTOR_REGISTERS = 96;  // 128 * (2 * 176 + 64 + 96) = 65,536
+
+#if defined(INC_COPIES_ROWS)
+constexpr bool GATHER = false;  // two warps copy the rows into the order of the experts before MatMul 1
+#else
+constexpr bool GATHER = true;  // they gather the rows of each tile on load
+#endif
 
 struct LayerStorage {
   SharedStorage matmul;
@@ -61,7 +68,10 @@ struct VectorStages {
   StageTrace trace;
 
   __device__ uint64_t magic_of(int number) const { return shared.first_magic + number; }
-  __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, arguments.num_tokens); }
+  __device__ int total_tokens() const {
+    return arguments.token_count ? max(0, min(*pointer<const int32_t>(arguments.token_count), arguments.num_tokens)) : arguments.num_tokens;
+  }
+  __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, total_tokens()); }
   __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
 
   __device__ bool send(int number) {
@@ -144,7 +154,7 @@ __device__ __forceinline__ void run_layer(const Heap& heap, const LayerArguments
   LayerStorage& shared = *reinterpret_cast<LayerStorage*>(shared_bytes);
   const int warp = threadIdx.x / WARP;
   if (threadIdx.x == 0) {
-    MatmulRoles<true>::initialize(shared.matmul);
+    MatmulRoles<GATHER>::initialize(shared.matmul);
     shared.first_magic = *own<uint64_t>(heap, RankRegion::magic) + 1;
     shared.opened = 0;
     shared.aborted = aborted(heap);
@@ -153,9 +163,10 @@ __device__ __forceinline__ void run_layer(const Heap& heap, const LayerArguments
   __syncthreads();
   if (shared.aborted) return;
   const StageTrace trace(arguments.trace, arguments.trace_length, TracedUnit::MATRIX, threadIdx.x == MATRIX_WARP * WARP);
-  MatmulRoles<true> role{arguments.matmul, shared.matmul, BoundedWait(arguments.matmul), trace};
+  MatmulRoles<GATHER> role{arguments.matmul, shared.matmul, BoundedWait(arguments.matmul), trace};
   if (warp < MATRIX_WARP) {
     give_up_registers<MOVER_REGISTERS>();
+    if (!GATHER && warp >= GATHER_WARP) RowCopier::run(arguments, shared.first_magic, warp - GATHER_WARP, role.wait);
     role.move(warp, GroupedMicrobatches{arguments, shared, shared.first_magic, arguments.num_microbatches});
   } else if (warp < VECTOR_WARP) {
     take_registers<MATRIX_REGISTERS>();

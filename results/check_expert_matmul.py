@@ -157,7 +157,7 @@ def check_arrival(kernel: ExpertMatmul) -> None:
     num_tiles = sum((count + TILE_ROWS - 1) // TILE_ROWS for count in inputs.count_list)
     late = torch.zeros_like(inputs.rows)
     torch.cuda._sleep(1)  # loads the kernels of this check before one of ours occupies the GPU
-    torch.zeros(1, dtype=torch.int64, device="cuda").fill_(9)
+    torch.zeros(1, dtype=torch.int64, device="cuda").fill_(8)
     torch.mul(late, 1.0, out=late)
     kind = "expert_matmul"
     arrival = torch.zeros(num_tiles, dtype=torch.int64, device="cuda")
@@ -180,13 +180,14 @@ def check_arrival(kernel: ExpertMatmul) -> None:
                 tile -= 1
                 part = slice(first + start, first + min(start + TILE_ROWS, count))
                 torch.mul(whole[part], 1.0, out=inputs.rows[part])
-                arrival[tile : tile + 1].fill_(9)
-    kernel.launch(inputs, kind, arrival=arrival, arrival_word=9, blocks=64)  # leaves SMs to the copies
+                arrival[tile : tile + 1].fill_(8)
+    kernel.launch(inputs, kind, arrival=arrival, blocks=64)  # leaves SMs to the copies
     torch.cuda.synchronize()
     kernel.raise_on_error()
     if not torch.equal(kernel.output[:4096], expected):
         raise AssertionError(f"{kind}: rows that arrived late gave another result")
-    kernel.launch(inputs, kind, arrival=arrival, arrival_word=10, limit=1 << 22)
+    arrival.zero_()
+    kernel.launch(inputs, kind, arrival=arrival, limit=1 << 22)
     torch.cuda.synchronize()
     try:
         kernel.raise_on_error()

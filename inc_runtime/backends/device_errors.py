@@ -51,6 +51,8 @@ def awaited_senders(world: World, tag: Tag, dims: Dims, sender: int) -> list[str
     `sender`: who raises all of them, where the lanes do not stand for ranks, else -1. A relay or a phased switch raises a flag
     for each rank.
     """
+    if dims.direct:
+        return [world.name_of(rank) for rank in range(world.num_ranks)]
     dispatch, combine = world.name_of(world.dispatch_switch(0)), world.name_of(world.combine_switch(0))
     per_rank = {
         Tag.EXPERT_ROWS: dispatch if dims.senders_per_flag > 1 or not dims.model.in_network else "",

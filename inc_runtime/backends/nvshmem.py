@@ -15,7 +15,7 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,9 @@ class NvshmemJob:
                 f"WORLD_SIZE = {environment.world_size}: {world} needs {world.num_pes} processes. "
                 f"Start them with: torchrun --nproc-per-node {world.num_pes} ..."
             )
-        if world.num_ranks > MAX_RANKS or world.num_dispatch_switches != 1 or world.num_combine_switches != 1:
-            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most and one switch of each role.")
+        switches = (world.num_dispatch_switches, world.num_combine_switches)
+        if world.num_ranks > MAX_RANKS or switches not in ((1, 1), (0, 0)):
+            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most, and one switch of each role or none.")
         num_sms = num_sms_of_gpus()
         placement = place(kind or choose(world, len(num_sms)), world, num_sms)
         if not placement.gpus:
@@ -296,6 +297,15 @@ class DeviceHeap:
         return self.gpu.read(self.workspace, WORKSPACE.itemsize).view(WORKSPACE)[0]
 
     # --- kernels ---
+
+    def build(self, source: Path, *, headers: Mapping[str, str] | None = None, defines: Sequence[str] = ()) -> Built:
+        """Compile a kernel of the ranks for this GPU and this heap's communication model, or take it from the cache."""
+        dims = self.layout.dims
+        defines = [*defines, *["INC_DIRECT"] * dims.direct]
+        built = build(source, self.verbs, self.gpu.arch, dims.model, headers=headers, defines=defines)
+        if self.verbs is Verbs.NVSHMEM:
+            self.job.init_module(built)
+        return built
 
     def launch(
         self,

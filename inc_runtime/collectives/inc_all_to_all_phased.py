@@ -27,7 +27,7 @@ __all__ = ["publish_partial_sums", "push_microbatch", "wait_for_expert_rows", "w
 def push_microbatch(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> None:
     """Put the microbatch into the inbox slot that each dispatch switch grants. Waits for the grants."""
     stage_tokens(pe, call, magic, routed)
-    for plane in range(pe.layout.dims.world.num_dispatch_switches):
+    for plane in range(pe.layout.dims.dispatch_planes):
         inbox_slot = request_grant(pe, magic, plane)
         put_tokens(pe, magic, len(routed), plane, inbox_slot)
 
@@ -36,7 +36,7 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
     """Wait for the rows of every sender from every dispatch switch, then join the INC barrier if the call has one."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    keys = [(p, s) for p in range(dims.world.num_dispatch_switches) for s in range(dims.num_ranks)]
+    keys = [(p, s) for p in range(dims.dispatch_planes) for s in range(dims.num_ranks)]
     counts = {}
     pending = list(keys)
     while pending:
@@ -68,9 +68,9 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
     """Send every combine switch the request of this rank: its partial sums are ready, and this is the routing of its tokens."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    for combine_plane in range(dims.world.num_combine_switches):
+    for combine_plane in range(dims.combine_planes):
         segments = []
-        for plane in range(dims.world.num_dispatch_switches):
+        for plane in range(dims.dispatch_planes):
             header = pe.memory["tokens_header"][slot, plane]
             count = int(header[Header.NUM_ROWS])
             start = plane * dims.dispatch_plane_tokens

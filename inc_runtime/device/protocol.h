@@ -141,17 +141,18 @@ struct Dims {
     int64_t row_element_bytes = 2;
 
     INC_HOST_DEVICE constexpr int64_t num_ranks() const { return world.num_ranks; }
-    INC_HOST_DEVICE constexpr int64_t dispatch_plane_tokens() const {
-        return ceil_div(microbatch_tokens, world.num_dispatch_switches);
-    }
-    INC_HOST_DEVICE constexpr int64_t combine_plane_tokens() const {
-        return ceil_div(microbatch_tokens, world.num_combine_switches);
-    }
+    INC_HOST_DEVICE constexpr int64_t whole_message_slots() const { return (num_relays() == 0) ? depth : 0; }
+    INC_HOST_DEVICE constexpr int64_t dispatch_planes() const { return larger(world.num_dispatch_switches, 1); }
+    INC_HOST_DEVICE constexpr int64_t combine_planes() const { return larger(world.num_combine_switches, 1); }
+    INC_HOST_DEVICE constexpr int64_t dispatch_plane_tokens() const { return ceil_div(microbatch_tokens, dispatch_planes()); }
+    INC_HOST_DEVICE constexpr int64_t combine_plane_tokens() const { return ceil_div(microbatch_tokens, combine_planes()); }
     INC_HOST_DEVICE constexpr int64_t expert_row_capacity() const {
-        return (world.num_dispatch_switches * num_ranks()) * dispatch_plane_tokens();
+        return (dispatch_planes() * num_ranks()) * dispatch_plane_tokens();
     }
     INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const {
-        return ((32768 / (hidden_size * row_element_bytes)) > 1)
+        return (num_relays() == 0)
+            ? microbatch_tokens
+            : ((32768 / (hidden_size * row_element_bytes)) > 1)
             ? ((32768 / (hidden_size * row_element_bytes)) > microbatch_tokens)
             ? microbatch_tokens
             : 32768 / (hidden_size * row_element_bytes)
@@ -271,11 +272,12 @@ enum class RankRegion : int {
     received_partial_sums = 17,  // relay; global reduce
     partial_chunk_arrived = 18,  // relay; this rank
     relay_credits = 19,  // relay; this rank
-    chunks_sent = 20,  // this rank; this rank
-    chunk_header = 21,  // this rank; its own put
-    phase_opened = 22,  // relay; this rank
-    ports = 23,  // whoever moves rows through a port of this rank; the same
-    NUM_REGIONS = 24,
+    message_header = 20,  // this rank; its own put
+    chunks_sent = 21,  // this rank; this rank
+    chunk_header = 22,  // this rank; its own put
+    phase_opened = 23,  // relay; this rank
+    ports = 24,  // whoever moves rows through a port of this rank; the same
+    NUM_REGIONS = 25,
 };
 
 INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
@@ -300,6 +302,7 @@ INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
         case RankRegion::received_partial_sums: return {"received_partial_sums", Kind::ROWS, Element::ROW, 0x07u, false};
         case RankRegion::partial_chunk_arrived: return {"partial_chunk_arrived", Kind::FLAGS, Element::UINT64, 0x07u, false};
         case RankRegion::relay_credits: return {"relay_credits", Kind::FLAGS, Element::UINT64, 0x07u, false};
+        case RankRegion::message_header: return {"message_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case RankRegion::chunks_sent: return {"chunks_sent", Kind::CONTROL, Element::UINT64, 0x07u, false};
         case RankRegion::chunk_header: return {"chunk_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case RankRegion::phase_opened: return {"phase_opened", Kind::FLAGS, Element::UINT64, 0x04u, false};
@@ -315,24 +318,25 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::magic: return {1, {1}};
         case RankRegion::error_record: return {1, {4096}};
         case RankRegion::tokens: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
-        case RankRegion::tokens_header: return {3, {d.depth, d.world.num_dispatch_switches, 8}};
+        case RankRegion::tokens_header: return {3, {d.depth, d.dispatch_planes(), 8}};
         case RankRegion::tokens_routing: return {2, {d.depth, d.microbatch_tokens}};
         case RankRegion::packed_tokens: return {4, {d.depth, d.num_ranks(), d.microbatch_tokens, d.hidden_size}};
         case RankRegion::expert_rows: return {3, {d.depth, d.expert_row_capacity(), d.hidden_size}};
         case RankRegion::expert_rows_routing: return {2, {d.depth, d.expert_row_capacity()}};
-        case RankRegion::expert_rows_header: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), 8}};
-        case RankRegion::expert_rows_arrived: return {3, {d.depth, d.world.num_dispatch_switches, d.senders_per_flag()}};
+        case RankRegion::expert_rows_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 8}};
+        case RankRegion::expert_rows_arrived: return {3, {d.depth, d.dispatch_planes(), d.senders_per_flag()}};
         case RankRegion::token_sums: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
-        case RankRegion::token_sums_arrived: return {2, {d.depth, d.world.num_combine_switches}};
-        case RankRegion::dispatch_grants: return {2, {d.world.num_dispatch_switches, d.ranks_per_phase}};
+        case RankRegion::token_sums_arrived: return {2, {d.depth, d.combine_planes()}};
+        case RankRegion::dispatch_grants: return {2, {d.dispatch_planes(), d.ranks_per_phase}};
         case RankRegion::barrier_released: return {1, {1}};
-        case RankRegion::expert_chunk_arrived: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), d.dispatch_chunks()}};
-        case RankRegion::received_partial_sums: return {5, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
-        case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_chunks()}};
+        case RankRegion::expert_chunk_arrived: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), d.dispatch_chunks()}};
+        case RankRegion::received_partial_sums: return {5, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
+        case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_chunks()}};
         case RankRegion::relay_credits: return {2, {d.num_relays(), d.relay_cells()}};
+        case RankRegion::message_header: return {3, {d.whole_message_slots(), d.num_ranks(), 8}};
         case RankRegion::chunks_sent: return {1, {d.num_relays()}};
         case RankRegion::chunk_header: return {3, {d.num_relays(), d.relay_cells(), 7}};
-        case RankRegion::phase_opened: return {3, {d.depth, d.world.num_combine_switches, d.num_ranks()}};
+        case RankRegion::phase_opened: return {3, {d.depth, d.combine_planes(), d.num_ranks()}};
         case RankRegion::ports: return {1, {2}};
         default: return {0, {}};
     }
@@ -465,9 +469,9 @@ INC_HOST_DEVICE constexpr Shape shape(CombineSwitchRegion member, const Dims& d)
         case CombineSwitchRegion::relay_rows: return {4, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk(), d.hidden_size}};
         case CombineSwitchRegion::relay_arrived: return {2, {d.num_ranks(), d.relay_cells()}};
         case CombineSwitchRegion::stop: return {1, {d.num_ranks()}};
-        case CombineSwitchRegion::plan_header: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), 8}};
-        case CombineSwitchRegion::plan_routing: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), d.dispatch_plane_tokens()}};
-        case CombineSwitchRegion::plan_arrived: return {2, {d.depth, d.world.num_dispatch_switches}};
+        case CombineSwitchRegion::plan_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 8}};
+        case CombineSwitchRegion::plan_routing: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), d.dispatch_plane_tokens()}};
+        case CombineSwitchRegion::plan_arrived: return {2, {d.depth, d.dispatch_planes()}};
         case CombineSwitchRegion::partial_sums_ready: return {2, {d.depth, d.num_ranks()}};
         case CombineSwitchRegion::combine_requests: return {2, {d.depth, d.num_ranks()}};
         case CombineSwitchRegion::sums_out: return {3, {d.ranks_per_phase, d.combine_plane_tokens(), d.hidden_size}};

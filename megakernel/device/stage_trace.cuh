@@ -1,6 +1,6 @@
 // Which stage ran when, noted by one thread per block and class of unit; compiled in with -DINC_TRACE, else nothing. The host
 // turns the events into the timeline (megakernel/device_trace.py).
-// Writes: trace [block, unit, event]. Cost: two clock reads and 32 bytes per event.
+// Writes: trace [block, unit, event]. Cost: four clock reads and 40 bytes per event.
 #pragma once
 
 #include "bounded_wait.cuh"
@@ -17,6 +17,7 @@ struct StageTrace {
   bool writes;
   int count = 0;
   uint64_t begun = 0;
+  int64_t begun_clock = 0;
 
   // `writes`: true in the one thread that notes events of this unit of the block.
   __device__ __forceinline__ StageTrace(uint64_t address, int length, TracedUnit unit, bool writes)
@@ -29,10 +30,10 @@ struct StageTrace {
     return ns;
   }
   __device__ __forceinline__ void begin() {
-    if (writes) begun = now();
+    if (writes) begun = now(), begun_clock = clock64();
   }
   __device__ __forceinline__ void end(TracedStage stage, uint64_t magic, int rows) {
-    if (writes && count < length) events[count++] = {begun, now(), magic, uint32_t(stage), uint32_t(rows)};
+    if (writes && count < length) events[count++] = {begun, now(), uint64_t(clock64() - begun_clock), magic, uint32_t(stage), uint32_t(rows)};
   }
 };
 #else

@@ -5,7 +5,8 @@
 // most two steps after group), so all blocks have published it, which a block does once its rows are reduced and its load warp
 // has read the counts.
 // Waits on: `counted` (the other blocks). Signals: `grouped` = magic. Reads: expert_rows_routing. Writes: count, offset,
-// row_to_token [grouped rows] (rows of all slots of expert_rows), position [R, k], tiles_done = 0.
+// row_to_token [grouped rows] (rows of all slots of expert_rows; -1 beyond an expert's), position [R, k], tiles_done = 0,
+// row_tile_arrival = 0.
 // Cost: two passes over the records; one meeting of the blocks where there are more than 128 rows.
 #pragma once
 
@@ -79,6 +80,7 @@ __device__ inline void group_microbatch(const Heap& heap, const Team& team, cons
   }
   meet_blocks(team, grouping.blocks_counted, grouping.counted, num_blocks, magic, true, wait);
 
+  int32_t* row_to_token = pointer<int32_t>(arguments.matmul.row_to_token);
   // First row tile of each expert, by one warp: two experts a lane.
   if (team.warp() == 0) {
     const int lane = team.lane();
@@ -97,15 +99,21 @@ __device__ inline void group_microbatch(const Heap& heap, const Team& team, cons
         const int first_row = set * arguments.grouped_capacity + (before + sum - tiles) * TILE_ROWS;
         scratch.first_row[expert] = first_row;
         if (team.block == 0) grouping.count[expert] = rows, grouping.offset[expert] = first_row;
-        uint32_t* done = pointer<uint32_t>(arguments.matmul.tiles_done) + first_row / TILE_ROWS;
-        if (team.block == expert % num_blocks)
-          for (int tile = 0; tile < tiles; ++tile) done[tile] = 0;
+        if (team.block == expert % num_blocks) {
+          uint32_t* done = pointer<uint32_t>(arguments.matmul.tiles_done) + first_row / TILE_ROWS;
+          uint64_t* arrival = pointer<uint64_t>(arguments.matmul.row_tile_arrival) + first_row / TILE_ROWS;
+          for (int tile = 0; tile < tiles; ++tile) {
+            done[tile] = 0;
+            if (arguments.matmul.row_tile_arrival != 0) arrival[tile] = 0;
+          }
+          for (int row = rows; row < tiles * TILE_ROWS; ++row) row_to_token[first_row + row] = -1;
+        }
       }
       before += __shfl_sync(ALL_LANES, sum, WARP - 1);
     }
+    if (team.block == 0 && lane == 0) grouping.num_row_tiles = before;
   }
   team.sync();
-  int32_t* row_to_token = pointer<int32_t>(arguments.matmul.row_to_token);
   const int first_of_slot = int(slot_of(magic, heap.depth)) * arguments.row_capacity;
   int32_t* position = pointer<int32_t>(arguments.position) + int64_t(set) * arguments.row_capacity * arguments.top_k;
   for (int i = begin + team.thread; i < end; i += team.num_threads)

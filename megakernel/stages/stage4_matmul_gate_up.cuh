@@ -28,7 +28,7 @@ struct MatmulGateUp {
   static __device__ __forceinline__ bool rows_ready(const ExpertMatmulArguments& arguments, const Tile& tile) {
     if (arguments.row_tile_arrival == 0) return true;
     const uint64_t* words = pointer<uint64_t>(arguments.row_tile_arrival);
-    const bool ready = system_word_reached(words + tile.row_tile, arguments.arrival_word);
+    const bool ready = system_word_reached(words + tile.row_tile, PIECES_PER_TILE);
     return __all_sync(~0u, ready);
   }
 

@@ -91,6 +91,14 @@ def test_a_relayed_collective_crosses_the_switch_with_w_squared_packets_in_and_o
     assert counters.combine_packets == 2 * W * W * planes * M
 
 
+def test_without_switches_every_rank_sends_one_message_to_every_rank_and_one_back() -> None:
+    events = run(Model.ALL_TO_ALL, PIPELINE, World(W, 0, 0))
+    rows = {name: sum(e.rows for e in events if e.name == name) for name in ("expert_chunk_arrived", "partial_chunk_arrived")}
+    messages = Counter(event.name for event in events if event.name in rows)
+    assert set(messages.values()) == {W * W * M}
+    assert set(rows.values()) == {sum(copies(Model.ALL_TO_ALL, rank) for rank in range(W))}
+
+
 @pytest.mark.parametrize("model", [m for m in IN_NETWORK if m.phased], **by_name)
 def test_a_phased_inc_collective_relays_each_microbatch_of_a_rank_by_itself(model: Model) -> None:
     """Dispatch: W in, W out for each sender. Combine: W_x pulls for each owner at G = 1, one per rank at G = W; one back."""

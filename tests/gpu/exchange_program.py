@@ -233,12 +233,13 @@ def main() -> None:
     parser.add_argument("properties", nargs="+", choices=["parity", "nvshmem", "stress", "faults"])
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--switches", type=int, default=1, help="of each role; 0: the ranks of a plain model reach each other")
     parser.add_argument("--models", nargs="+", type=CommunicationModel, default=list(MODELS))
     parser.add_argument("--microbatches", type=int, default=2000)
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace the ports of the ranks in parity runs; 0: do not")
     parser.add_argument("--repeats", type=int, default=1, help="of the long runs")
     options = parser.parse_args()
-    with NvshmemJob.join(World(options.ranks), 256 << 20, options.placement) as job:
+    with NvshmemJob.join(World(options.ranks, options.switches, options.switches), 256 << 20, options.placement) as job:
         good = True
         for model in options.models:
             if "parity" in options.properties:
