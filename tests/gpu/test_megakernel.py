@@ -1,4 +1,4 @@
-"""The layer in one launch on a real GPU, on every model, against float64; bits that repeat; captured graphs. Needs GPUs."""
+"""The layer in one launch on a GPU, on every model, against float64; repeated bits; captured graphs. Skipped without a GPU."""
 
 from __future__ import annotations
 
