@@ -124,6 +124,8 @@ HEAP = _struct(
     ("row_of_token", "<u8"),  # int32 [D, m_b, W]
     ("token_of_row", "<u8"),  # int32 [D, W, m_b]
     ("wait_limit_ns", "<u8"),
+    ("port_ps_per_kib", "<u8"),  # what a KiB costs on a port of a rank; 0: no pacing
+    ("clock_offset_ns", "<i8"),  # of the host's clock against this GPU's
     ("row_bytes", "<u4"),
     ("record_bytes", "<u4"),
     ("pe", "<i4"),
