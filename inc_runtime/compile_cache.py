@@ -17,15 +17,24 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inc_runtime.config import CommunicationModel
 from inc_runtime.device.arguments import header_text
 from inc_runtime.environment import Environment
 from inc_runtime.errors import BuildError
 
 ROOT = Path(__file__).resolve().parent.parent
-DEVICE_FOLDERS = (ROOT / "inc_runtime" / "device", ROOT / "switch_emulator" / "device")
+DEVICE_FOLDERS = (
+    ROOT / "inc_runtime" / "device",
+    ROOT / "switch_emulator" / "device",
+    ROOT / "megakernel" / "device",
+    ROOT / "megakernel" / "stages",
+    ROOT / "megakernel" / "baseline_stages",
+    ROOT / "megakernel",
+)
 NVSHMEM_PACKAGE = "nvidia-nvshmem-cu13"
 BUILD_LIMIT_S = 600
 
@@ -73,36 +82,55 @@ def nvshmem_folder() -> Path:
     raise BuildError(f"NVSHMEM's headers were not found. Install them with: pip install {NVSHMEM_PACKAGE}")
 
 
-def _options(verbs: Verbs, arch: str) -> list[str]:
-    options = ["-std=c++17", "-O3", f"-gencode=arch=compute_{arch[3:]},code={arch}", "-rdc=true", "-lineinfo", "-Xptxas", "-v"]
-    return [*options, "-DINC_VERBS_NVSHMEM"] if verbs is Verbs.NVSHMEM else options
+def _options(verbs: Verbs, arch: str, model: CommunicationModel | None, defines: Sequence[str]) -> list[str]:
+    """Options of nvcc. Code that calls NVSHMEM is relocatable, so that it can be linked with its library; in such code ptxas
+    ignores setmaxnreg and serialises matrix products, so everything else is compiled whole."""
+    target = f"-gencode=arch=compute_{arch[3:]},code={arch}"
+    options = [*(f"-D{define}" for define in defines), "-std=c++17", "-O3", target, "-lineinfo", "-Xptxas", "-v"]
+    options += ["-DINC_RELAYED"] * (model is not None and not model.in_network)
+    options += ["-DINC_PHASED"] * (model is not None and model.phased)
+    return [*options, "-rdc=true", "-DINC_VERBS_NVSHMEM"] if verbs is Verbs.NVSHMEM else options
 
 
-def _key(source: Path, verbs: Verbs, arch: str) -> str:
-    digest = hashlib.sha256(repr((source.name, _options(verbs, arch))).encode())
+def _key(source: Path, options: list[str], verbs: Verbs, headers: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(repr((source.name, options, sorted(headers.items()))).encode())
     if verbs is Verbs.NVSHMEM:
         digest.update(importlib.metadata.version(NVSHMEM_PACKAGE).encode())
-    digest.update(header_text().encode())
     for folder in DEVICE_FOLDERS:
         for path in sorted(folder.glob("*.cu*")) + sorted(folder.glob("*.h")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]
 
 
-def build(source: Path, verbs: Verbs = Verbs.DIRECT, arch: str = "sm_90a") -> Built:
-    """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words."""
+def build(
+    source: Path,
+    verbs: Verbs = Verbs.DIRECT,
+    arch: str = "sm_90a",
+    model: CommunicationModel | None = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    defines: Sequence[str] = (),
+) -> Built:
+    """The cubin of `source`, from the cache or built now. Raises BuildError with the compiler's words.
+
+    `model`: for a kernel of the ranks, whose collective (`collective.cuh`) is that of one communication model.
+    `headers`: generated files that the source includes, by name, besides `arguments.h`. `defines`: macros, NAME or NAME=VALUE.
+    """
     folder = Path(Environment.read().cache_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, verbs, arch)}"
+    options, texts = _options(verbs, arch, model, defines), {"arguments.h": header_text(), **(headers or {})}
+    entry = folder / f"{source.stem}-{verbs.value}-{arch}-{_key(source, options, verbs, texts)}"
     cubin, report = entry.with_suffix(".cubin"), entry.with_suffix(".txt")
     with open(entry.with_suffix(".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not cubin.exists():
-            _compile(source, verbs, arch, cubin, report)
+            _compile(source, options, verbs, arch, texts, cubin, report)
     return Built(cubin, report.read_text(encoding="utf-8"))
 
 
-def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -> None:
+def _compile(
+    source: Path, options: list[str], verbs: Verbs, arch: str, headers: Mapping[str, str], cubin: Path, report: Path
+) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise BuildError(
@@ -110,14 +138,16 @@ def _compile(source: Path, verbs: Verbs, arch: str, cubin: Path, report: Path) -
         )
     with tempfile.TemporaryDirectory(dir=cubin.parent) as folder:
         work = Path(folder)
-        (work / "arguments.h").write_text(header_text(), encoding="utf-8")
-        includes, libraries = [f"-I{work}", *(f"-I{device}" for device in DEVICE_FOLDERS)], []
+        for name, text in headers.items():
+            (work / name).write_text(text, encoding="utf-8")
+        compiler = [nvcc, *options, f"-I{work}", *(f"-I{device}" for device in DEVICE_FOLDERS)]
         if verbs is Verbs.NVSHMEM:
-            includes.append(f"-I{nvshmem_folder() / 'include'}")
-            libraries = [f"-L{nvshmem_folder() / 'lib'}", "-lnvshmem_device"]
-        output = _run([nvcc, *_options(verbs, arch), *includes, "-dc", "-o", str(work / "kernel.o"), str(source)])
-        nvlink = shutil.which("nvlink") or str(Path(os.path.realpath(nvcc)).with_name("nvlink"))
-        _run([nvlink, f"--arch={arch}", "-o", str(work / "kernel.cubin"), str(work / "kernel.o"), *libraries])
+            output = _run([*compiler, f"-I{nvshmem_folder() / 'include'}", "-dc", "-o", str(work / "kernel.o"), str(source)])
+            nvlink = shutil.which("nvlink") or str(Path(os.path.realpath(nvcc)).with_name("nvlink"))
+            library = [f"-L{nvshmem_folder() / 'lib'}", "-lnvshmem_device"]
+            _run([nvlink, f"--arch={arch}", "-o", str(work / "kernel.cubin"), str(work / "kernel.o"), *library])
+        else:
+            output = _run([*compiler, "-cubin", "-o", str(work / "kernel.cubin"), str(source)])
         (work / "report.txt").write_text(output, encoding="utf-8")
         os.replace(work / "report.txt", report)
         os.replace(work / "kernel.cubin", cubin)

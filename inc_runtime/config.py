@@ -90,7 +90,7 @@ class SumOrder(enum.Enum):
 
 
 MAX_HIDDEN_SIZE = 16_384
-"""A row of float32 is then one relayed chunk (64 KiB)."""
+"""A row of bfloat16 is then one relayed chunk (32 KiB)."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
-from inc_runtime.errors import UnknownRegion
-from inc_runtime.protocol import CHUNK_FIELDS, HEADER_FIELDS, MAX_CHUNK_BYTES, RELAY_CELLS, Role, World
+from inc_runtime.errors import ConfigurationError, UnknownRegion
+from inc_runtime.protocol import CHUNK_FIELDS, HEADER_FIELDS, MAX_CHUNK_BYTES, MIN_RELAY_CELLS, RELAY_CELLS, Role, World
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype("<f4")
@@ -53,6 +53,10 @@ class Dims:
 
     @classmethod
     def of(cls, model: CommunicationModel, world: World, shape: LayerShape, pipeline: Pipeline) -> Dims:
+        if world.num_pes == world.num_ranks and (model.in_network or model.phased):
+            raise ConfigurationError(
+                f"{model.value} in {world}: it needs a switch of each role. Add them, or use {CommunicationModel.ALL_TO_ALL.value}."
+            )
         group = pipeline.ranks_per_phase if model.phased else world.num_ranks
         return cls(
             model,
@@ -75,21 +79,57 @@ class Dims:
         return BF16 if self.row_element_bytes == BF16.itemsize else F32
 
     @property
+    def direct(self) -> bool:
+        """A world without switches: the ranks put their messages straight to each other, whole."""
+        return self.num_relays == 0
+
+    @property
+    def whole_message_slots(self) -> int:
+        """Slots in which a rank keeps the header of each message: a relay fills its own copy, so none where there is one."""
+        return self.depth if self.num_relays == 0 else 0
+
+    @property
+    def dispatch_planes(self) -> int:
+        """Shares of a microbatch that are dispatched apart: one per dispatch switch; one where there is none."""
+        return max(1, self.world.num_dispatch_switches)
+
+    @property
+    def combine_planes(self) -> int:
+        return max(1, self.world.num_combine_switches)
+
+    @property
     def dispatch_plane_tokens(self) -> int:
-        return -(-self.microbatch_tokens // self.world.num_dispatch_switches)
+        return -(-self.microbatch_tokens // self.dispatch_planes)
 
     @property
     def combine_plane_tokens(self) -> int:
-        return -(-self.microbatch_tokens // self.world.num_combine_switches)
+        return -(-self.microbatch_tokens // self.combine_planes)
 
     @property
     def expert_row_capacity(self) -> int:
         """Rows that one expert rank can receive in one microbatch."""
-        return self.world.num_dispatch_switches * self.num_ranks * self.dispatch_plane_tokens
+        return self.dispatch_planes * self.num_ranks * self.dispatch_plane_tokens
 
     @property
     def rows_per_chunk(self) -> int:
-        return max(1, MAX_CHUNK_BYTES // (self.hidden_size * self.row_element_bytes))
+        """No more than a microbatch has, so that small ones take little memory; all of it where nothing is relayed."""
+        if self.num_relays == 0:
+            return self.microbatch_tokens
+        return min(max(1, MAX_CHUNK_BYTES // (self.hidden_size * self.row_element_bytes)), self.microbatch_tokens)
+
+    @property
+    def relay_cells(self) -> int:
+        """Chunks that one sender may have in one relay: its share, but no more than its messages of two rings have.
+
+        With one ring, a relay that gives several cells back together would do so in the middle of a microbatch.
+        """
+        rings = 2 * self.depth * self.num_ranks * max(self.dispatch_chunks, self.combine_chunks)
+        return min(max(MIN_RELAY_CELLS, RELAY_CELLS // self.num_ranks), rings)
+
+    @property
+    def num_relays(self) -> int:
+        """Switches of both roles, which relay for the plain models."""
+        return self.world.num_dispatch_switches + self.world.num_combine_switches
 
     @property
     def dispatch_chunks(self) -> int:
@@ -198,36 +238,43 @@ COMMON = (
     Region("error_record", Kind.CONTROL, lambda d: (ERROR_BYTES,), _byte, "this PE", "PEs that see its abort"),
 )
 
+STARTS_AT_ZERO = ("magic", "chunks_sent", "ports", "error_record")
+"""Regions that a fresh heap holds zeros in, besides all flags; anything else may hold anything."""
+
 RANK = (
     Region("tokens", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _row, "this rank", "its own put", when=_inc),
-    Region("tokens_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, HEADER_FIELDS), _int64, "this rank", "its own put"),
+    Region("tokens_header", Kind.CONTROL, lambda d: (d.depth, d.dispatch_planes, HEADER_FIELDS), _int64, "this rank", "its own put"),
     Region("tokens_routing", Kind.RECORDS, lambda d: (d.depth, d.microbatch_tokens), _routing, "this rank", "its own put"),
     Region("packed_tokens", Kind.ROWS, lambda d: (d.depth, d.num_ranks, d.microbatch_tokens, d.hidden_size), _row, "pack", "its own puts", when=_relayed),
     Region("expert_rows", Kind.ROWS, lambda d: (d.depth, d.expert_row_capacity, d.hidden_size), _row, "dispatch switch; then this rank, whose partial sums overwrite them", "this rank, combine switch"),
     Region("expert_rows_routing", Kind.RECORDS, lambda d: (d.depth, d.expert_row_capacity), _routing, "dispatch switch", "this rank"),
     # The rank itself writes NUM_ROWS = 0 where a relayed message came without rows, hence without a header.
-    Region("expert_rows_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch", "this rank"),
-    _flags("expert_rows_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.senders_per_flag), "dispatch switch", "this rank", when=_inc),
+    Region("expert_rows_header", Kind.CONTROL, lambda d: (d.depth, d.dispatch_planes, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch", "this rank"),
+    _flags("expert_rows_arrived", lambda d: (d.depth, d.dispatch_planes, d.senders_per_flag), "dispatch switch", "this rank", when=_inc),
     Region("token_sums", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _row, "combine switch", "this rank", when=_inc),
-    _flags("token_sums_arrived", lambda d: (d.depth, d.world.num_combine_switches), "combine switch", "this rank", when=_inc),
-    _flags("dispatch_grants", lambda d: (d.world.num_dispatch_switches, d.ranks_per_phase), "dispatch switch", "this rank", when=_phased),
+    _flags("token_sums_arrived", lambda d: (d.depth, d.combine_planes), "combine switch", "this rank", when=_inc),
+    _flags("dispatch_grants", lambda d: (d.dispatch_planes, d.ranks_per_phase), "dispatch switch", "this rank", when=_phased),
     _flags("barrier_released", lambda d: (1,), "dispatch switch 0", "this rank", when=_phased),
-    # Relayed models: the counts travel with chunk 0 of every message; each chunk has a flag of its own.
-    _flags("expert_chunk_arrived", lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, d.dispatch_chunks), "relay", "this rank", when=_relayed),
-    Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _row, "relay", "global reduce", when=_relayed),
-    _flags("partial_chunk_arrived", lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks, d.combine_chunks), "relay", "this rank", when=_relayed),
-    _flags("relay_credits", lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), "relay", "this rank", when=_relayed),
-    Region("chunks_sent", Kind.CONTROL, lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches,), _word, "this rank", "this rank", when=_relayed),
-    Region("chunk_header", Kind.CONTROL, lambda d: (d.world.num_dispatch_switches + d.world.num_combine_switches, RELAY_CELLS, CHUNK_FIELDS), _int64, "this rank", "its own put", when=_relayed),
-    _flags("phase_opened", lambda d: (d.depth, d.world.num_combine_switches, d.num_ranks), "relay", "this rank", when=_relayed_phased),
+    # Plain models: the counts travel with chunk 0 of every message; each chunk has a flag of its own. Without switches the sender
+    # writes what a relay would, and a message is one chunk.
+    _flags("expert_chunk_arrived", lambda d: (d.depth, d.dispatch_planes, d.num_ranks, d.dispatch_chunks), "relay", "this rank", when=_relayed),
+    Region("received_partial_sums", Kind.ROWS, lambda d: (d.depth, d.combine_planes, d.num_ranks, d.combine_plane_tokens, d.hidden_size), _row, "relay", "global reduce", when=_relayed),
+    _flags("partial_chunk_arrived", lambda d: (d.depth, d.combine_planes, d.num_ranks, d.combine_chunks), "relay", "this rank", when=_relayed),
+    _flags("relay_credits", lambda d: (d.num_relays, d.relay_cells), "relay", "this rank", when=_relayed),
+    Region("message_header", Kind.CONTROL, lambda d: (d.whole_message_slots, d.num_ranks, HEADER_FIELDS), _int64, "this rank", "its own put", when=_relayed),
+    Region("chunks_sent", Kind.CONTROL, lambda d: (d.num_relays,), _word, "this rank", "this rank", when=_relayed),
+    Region("chunk_header", Kind.CONTROL, lambda d: (d.num_relays, d.relay_cells, CHUNK_FIELDS), _int64, "this rank", "its own put", when=_relayed),
+    _flags("phase_opened", lambda d: (d.depth, d.combine_planes, d.num_ranks), "relay", "this rank", when=_relayed_phased),
+    # On GPUs, where ports are paced: when what was charged to egress and ingress is through, in picoseconds of the host's clock.
+    Region("ports", Kind.CONTROL, lambda d: (2,), _word, "whoever moves rows through a port of this rank", "the same"),
 )
 
 RELAY = (
-    Region("relay_chunk", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, CHUNK_FIELDS), _int64, "rank", "this relay", when=_relayed),
-    Region("relay_header", Kind.CONTROL, lambda d: (d.num_ranks, RELAY_CELLS, HEADER_FIELDS), _int64, "rank", "this relay", when=_relayed),
-    Region("relay_routing", Kind.RECORDS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk), _routing, "rank", "this relay", when=_relayed),
-    Region("relay_rows", Kind.ROWS, lambda d: (d.num_ranks, RELAY_CELLS, d.rows_per_chunk, d.hidden_size), _row, "rank", "this relay", when=_relayed),
-    _flags("relay_arrived", lambda d: (d.num_ranks, RELAY_CELLS), "rank", "this relay", when=_relayed),
+    Region("relay_chunk", Kind.CONTROL, lambda d: (d.num_ranks, d.relay_cells, CHUNK_FIELDS), _int64, "rank", "this relay", when=_relayed),
+    Region("relay_header", Kind.CONTROL, lambda d: (d.num_ranks, d.relay_cells, HEADER_FIELDS), _int64, "rank", "this relay", when=_relayed),
+    Region("relay_routing", Kind.RECORDS, lambda d: (d.num_ranks, d.relay_cells, d.rows_per_chunk), _routing, "rank", "this relay", when=_relayed),
+    Region("relay_rows", Kind.ROWS, lambda d: (d.num_ranks, d.relay_cells, d.rows_per_chunk, d.hidden_size), _row, "rank", "this relay", when=_relayed),
+    _flags("relay_arrived", lambda d: (d.num_ranks, d.relay_cells), "rank", "this relay", when=_relayed),
     _flags("stop", lambda d: (d.num_ranks,), "rank", "this switch"),
 )
 
@@ -244,9 +291,9 @@ DISPATCH_SWITCH = (
 
 COMBINE_SWITCH = (
     *RELAY,
-    Region("plan_header", Kind.CONTROL, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch; rank when phased", "this switch", when=_inc),
-    Region("plan_routing", Kind.RECORDS, lambda d: (d.depth, d.world.num_dispatch_switches, d.num_ranks, d.dispatch_plane_tokens), _routing, "dispatch switch; rank when phased", "this switch", when=_inc),
-    _flags("plan_arrived", lambda d: (d.depth, d.world.num_dispatch_switches), "dispatch switch", "this switch", when=_inc_collective),
+    Region("plan_header", Kind.CONTROL, lambda d: (d.depth, d.dispatch_planes, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch; rank when phased", "this switch", when=_inc),
+    Region("plan_routing", Kind.RECORDS, lambda d: (d.depth, d.dispatch_planes, d.num_ranks, d.dispatch_plane_tokens), _routing, "dispatch switch; rank when phased", "this switch", when=_inc),
+    _flags("plan_arrived", lambda d: (d.depth, d.dispatch_planes), "dispatch switch", "this switch", when=_inc_collective),
     _flags("partial_sums_ready", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_inc_collective),
     _flags("combine_requests", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_phased),
     Region("sums_out", Kind.ROWS, lambda d: (d.ranks_per_phase, d.combine_plane_tokens, d.hidden_size), _row, "this switch", "its own puts", when=_inc),

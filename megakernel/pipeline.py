@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 
 class StageGroup(enum.Enum):
@@ -29,3 +30,23 @@ def schedule(num_microbatches: int, depth: int) -> Iterator[tuple[StageGroup, in
         for group, lag in ((StageGroup.SEND, 0), (StageGroup.EXPERTS, experts_lag), (StageGroup.FINISH, finish_lag)):
             if 0 <= step - lag < num_microbatches:
                 yield group, step - lag
+
+
+@dataclass(frozen=True)
+class DeviceLags:
+    """How many steps after its send the vector warps of the megakernel group, reduce and combine a microbatch."""
+
+    group: int
+    reduce: int
+    combine: int
+
+
+def device_lags(depth: int) -> DeviceLags:
+    """The order of the stages on the device, where products run beside them: a rank groups microbatch m + 1 before it reduces m.
+
+    As in `schedule`, a microbatch finishes `depth - 1` steps after its send. Never more than two steps lie between group and
+    combine: three sets of grouped rows suffice then.
+    """
+    combine = depth - 1
+    group = max(combine // 2, combine - 2)
+    return DeviceLags(group, min(group + 1, combine), combine)

@@ -1,6 +1,6 @@
 """Check the expert products against float64, with poisoned buffers, and their handling of late and missing rows.
 
-    python results/check_expert_matmul.py [--shape E,H,I] [--max-rows N] [--cubin FILE]
+    python results/check_expert_matmul.py [--shape E,H,I] [--max-rows N]
 
 Needs what `megakernel/expert_matmul.py` needs. Exit status 1 and the case at the first wrong result.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -17,7 +16,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megakernel.expert_matmul import TILE_ROWS, ExpertMatmul, Inputs, Shape, build_cubin  # noqa: E402
+from megakernel.device_arguments import TILE_ROWS  # noqa: E402
+from megakernel.expert_matmul import ExpertMatmul, Inputs, Shape  # noqa: E402
 
 
 def split_rows(num_rows: int, num_experts: int, distribution: str, generator: torch.Generator) -> list[int]:
@@ -157,7 +157,7 @@ def check_arrival(kernel: ExpertMatmul) -> None:
     num_tiles = sum((count + TILE_ROWS - 1) // TILE_ROWS for count in inputs.count_list)
     late = torch.zeros_like(inputs.rows)
     torch.cuda._sleep(1)  # loads the kernels of this check before one of ours occupies the GPU
-    torch.zeros(1, dtype=torch.int64, device="cuda").fill_(9)
+    torch.zeros(1, dtype=torch.int64, device="cuda").fill_(8)
     torch.mul(late, 1.0, out=late)
     kind = "expert_matmul"
     arrival = torch.zeros(num_tiles, dtype=torch.int64, device="cuda")
@@ -180,13 +180,14 @@ def check_arrival(kernel: ExpertMatmul) -> None:
                 tile -= 1
                 part = slice(first + start, first + min(start + TILE_ROWS, count))
                 torch.mul(whole[part], 1.0, out=inputs.rows[part])
-                arrival[tile : tile + 1].fill_(9)
-    kernel.launch(inputs, kind, arrival=arrival, arrival_word=9, blocks=64)  # leaves SMs to the copies
+                arrival[tile : tile + 1].fill_(8)
+    kernel.launch(inputs, kind, arrival=arrival, blocks=64)  # leaves SMs to the copies
     torch.cuda.synchronize()
     kernel.raise_on_error()
     if not torch.equal(kernel.output[:4096], expected):
         raise AssertionError(f"{kind}: rows that arrived late gave another result")
-    kernel.launch(inputs, kind, arrival=arrival, arrival_word=10, limit=1 << 22)
+    arrival.zero_()
+    kernel.launch(inputs, kind, arrival=arrival, limit=1 << 22)
     torch.cuda.synchronize()
     try:
         kernel.raise_on_error()
@@ -198,21 +199,19 @@ def check_arrival(kernel: ExpertMatmul) -> None:
     check(kernel, inputs, "expert_matmul", weighted=False)  # a stuck launch leaves nothing behind
 
 
-def load_kernel(cubin: Path | None, max_rows: int, shape: str) -> ExpertMatmul:
-    """Build (unless `cubin` is given) and load the kernels for `shape`, "experts,hidden,intermediate"."""
+def load_kernel(max_rows: int, shape: str) -> ExpertMatmul:
+    """Build and load the kernels for `shape`, "experts,hidden,intermediate"."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("expert_matmul needs a Hopper GPU (compute capability 9.0) and torch with CUDA")
-    with tempfile.TemporaryDirectory() as directory:
-        return ExpertMatmul(cubin or build_cubin(Path(directory)), max_rows, Shape(*map(int, shape.split(","))))
+    return ExpertMatmul(max_rows, Shape(*map(int, shape.split(","))))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="16,2048,1024", help="experts, hidden, intermediate")
     parser.add_argument("--max-rows", type=int, default=65536, help="largest number of rows of the cases")
-    parser.add_argument("--cubin", type=Path)
     options = parser.parse_args()
-    run_checks(load_kernel(options.cubin, max(options.max_rows, 6000), options.shape), options.max_rows)
+    run_checks(load_kernel(max(options.max_rows, 6000), options.shape), options.max_rows)
 
 
 if __name__ == "__main__":

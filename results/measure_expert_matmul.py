@@ -149,11 +149,10 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--kernels", default="expert_matmul,expert_matmul_gather")
-    parser.add_argument("--cubin", type=Path, help="a build of megakernel/expert_matmul.cu for sm_90a")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "data" / "expert_matmul_native_uncommitted.csv")
     options = parser.parse_args()
     sizes = [int(rows) for rows in options.rows.split(",")]
-    kernel = load_kernel(options.cubin, max(sizes), options.shape)
+    kernel = load_kernel(max(sizes), options.shape)
     kernel.functions = {name: kernel.functions[name] for name in options.kernels.split(",")}
     lines = []
     for num_rows in sizes:

@@ -8,20 +8,22 @@ import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.compile_cache import Built, build
-from inc_runtime.config import SumOrder
+from inc_runtime.config import CommunicationModel, SumOrder
 from inc_runtime.device.arguments import MAX_SWITCH_BLOCKS, SWITCH_ARGUMENTS, SWITCH_MOMENT, WORKSPACE
-from inc_runtime.errors import ConfigurationError
 from inc_runtime.protocol import Role
 
 SOURCE = Path(__file__).with_name("device") / "switch_kernel.cu"
 SWITCH_THREADS = 512
-KERNELS = {Role.DISPATCH_SWITCH: "dispatch_switch_kernel", Role.COMBINE_SWITCH: "combine_switch_kernel"}
+CLERK_THREADS = 32
+"""One warp more, where a clerk opens and closes phases beside the copies."""
+ROLES = {Role.DISPATCH_SWITCH: "dispatch", Role.COMBINE_SWITCH: "combine"}
 
 
 class RunningSwitch:
     """One launch of a switch kernel: it serves until every rank has stopped.
 
-    `timeline_length`: how many moments to keep, of when the tokens of a microbatch were there and when its words went out.
+    `timeline_length`: how many moments to keep, of when the tokens of a microbatch were there and when its words went out; on a
+    relay, of its first and its last chunk.
     """
 
     def __init__(
@@ -33,12 +35,11 @@ class RunningSwitch:
         timeline_length: int = 0,
         replay_plan: bool = False,
     ) -> None:
-        if not heap.layout.dims.model.in_network or heap.layout.dims.model.phased:
-            raise ConfigurationError(
-                f"{heap.layout.dims.model.value}: the switch kernels serve the INC models without phases so far."
-            )
         self.heap, self.timeline_length = heap, timeline_length
         self.timeline = heap.gpu.allocate(timeline_length * SWITCH_MOMENT.itemsize) if timeline_length else 0
+        moments = np.zeros(timeline_length, SWITCH_MOMENT)
+        moments["arrived"] = np.iinfo(np.uint64).max  # the chunks of a relay take the least
+        heap.gpu.write(self.timeline, moments)
         built = build_switch(heap)
         arguments = np.zeros((), SWITCH_ARGUMENTS)
         arguments["timeline"], arguments["timeline_length"] = self.timeline, timeline_length
@@ -48,7 +49,12 @@ class RunningSwitch:
         heap.gpu.fill(heap.workspace + offset, 0, opened.itemsize)  # a stop that an earlier launch has seen
         blocks = min(num_blocks or heap.job.seat.num_blocks, MAX_SWITCH_BLOCKS)
         heap.launch(
-            built, KERNELS[heap.role], [arguments], num_blocks=blocks, num_threads=SWITCH_THREADS, shared_bytes=shared_bytes
+            built,
+            kernel_of(heap.role, heap.layout.dims.model),
+            [arguments],
+            num_blocks=blocks,
+            num_threads=SWITCH_THREADS + CLERK_THREADS * has_clerk(heap.role, heap.layout.dims.model),
+            shared_bytes=shared_bytes,
         )
 
     def wait(self, *, limit_s: float | None = None) -> np.ndarray:
@@ -59,6 +65,18 @@ class RunningSwitch:
             moments = self.heap.gpu.read(self.timeline, self.timeline_length * SWITCH_MOMENT.itemsize).view(SWITCH_MOMENT)
             self.heap.gpu.free(self.timeline)
         return np.sort(moments[moments["magic"] > 0], order="magic")
+
+
+def kernel_of(role: Role, model: CommunicationModel) -> str:
+    """The kernel in `device/switch_kernel.cu` that a switch of this role runs."""
+    if not model.in_network:
+        return f"{ROLES[role]}_relay_kernel"
+    return f"{ROLES[role]}_{'phased' if model.phased else 'switch'}_kernel"
+
+
+def has_clerk(role: Role, model: CommunicationModel) -> bool:
+    """Whether that kernel has a warp that only opens and closes phases."""
+    return model.phased and (role is Role.DISPATCH_SWITCH or not model.in_network)
 
 
 def shared_bytes_of(heap: DeviceHeap) -> int:

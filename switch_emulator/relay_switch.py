@@ -2,7 +2,7 @@
 
 Waits on: `relay_arrived` of every sender's next cell; when phased also the requests and the barrier. Signals: the chunk's own
 flag on its destination, then, once a quiet has completed several, `relay_credits` on their senders. Reads: its cells,
-`RELAY_CELLS` of 64 KiB per sender. Writes: `expert_rows` (dispatch) or `received_partial_sums` (combine) on the ranks.
+`relay_cells` of 32 KiB per sender. Writes: `expert_rows` (dispatch) or `received_partial_sums` (combine) on the ranks.
 The dispatch switch PE relays the dispatch, the combine switch PE the combine. Rank side: `collectives/relayed.py`.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from inc_runtime.collectives.microbatch import first_row
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
-from inc_runtime.protocol import RELAY_CELLS, Chunk, Header, Role, Tag, signal_word, slot_of
+from inc_runtime.protocol import Chunk, Header, Role, Tag, signal_word, slot_of
 from switch_emulator.phases import DispatchGrants, InNetworkBarrier, PhaseQueue
 from switch_emulator.serving import Stopped, stop_words
 
@@ -31,7 +31,7 @@ class RelaySwitch:
         self.next_chunk = [1] * self.dims.num_ranks
         self.messages_done: Counter[tuple[int, int]] = Counter()
         self.stops_seen: set[str] = set()
-        self.to_give_back: list[int] = []
+        self.to_give_back: list[tuple[int, int]] = []
         self.last_magic = first_magic - 1
         self.grants = DispatchGrants(pe, first_magic)
         self.barrier = InNetworkBarrier(pe, first_magic)
@@ -42,7 +42,7 @@ class RelaySwitch:
         """Serve until every rank has stopped and every chunk has left."""
         while True:
             chunks = [
-                Awaited(Flag("relay_arrived", (s, n % RELAY_CELLS)), n, f"rank {s}", optional=True)
+                Awaited(Flag("relay_arrived", (s, n % self.dims.relay_cells)), n, f"rank {s}", optional=True)
                 for s, n in enumerate(self.next_chunk)
             ]
             requests = self.requests()
@@ -93,8 +93,8 @@ class RelaySwitch:
             self.pe.put_signal(destination, segments, flag, word, magic=magic, part=number)
         else:
             self.pe.signal(destination, flag, signal_word(magic, False), magic=magic)
+        self.to_give_back.append((sender, self.next_chunk[sender]))
         self.next_chunk[sender] += 1
-        self.to_give_back.append(sender)
         if number == fields[Chunk.NUM_CHUNKS] - 1:
             self.message_done(sender, destination, magic)
 
@@ -104,12 +104,13 @@ class RelaySwitch:
         A quiet after every chunk would make the relay forward one chunk of each sender per round trip: W + 1 steps to a
         dispatch of W messages that should take two.
         """
-        if max(Counter(self.to_give_back).values(), default=0) < max(1, RELAY_CELLS * 3 // 4):
+        cells = self.dims.relay_cells
+        if max(Counter(sender for sender, _ in self.to_give_back).values(), default=0) < max(1, cells * 3 // 4):
             return
         self.pe.quiet()
-        for sender in sorted(set(self.to_give_back)):
-            word = signal_word(self.next_chunk[sender] - 1, True)
-            self.pe.signal(sender, Flag("relay_credits", (self.index,)), word, magic=self.last_magic)
+        for sender, chunk in self.to_give_back:
+            credit = Flag("relay_credits", (self.index, chunk % cells))
+            self.pe.signal(sender, credit, signal_word(chunk, True), magic=self.last_magic)
         self.to_give_back.clear()
 
     def segments(self, sender: int, cell: int, fields: np.ndarray) -> list[Segment]:

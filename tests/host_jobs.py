@@ -154,6 +154,11 @@ def check_layers(rank: int, num_ranks: int, make: Callable, where: str) -> list[
     return outputs
 
 
+def models_of(world: World) -> list[CommunicationModel]:
+    """The models that a world can run: without switches only the plain ones."""
+    return [m for m in CommunicationModel if world.num_pes > world.num_ranks or not (m.in_network or m.phased)]
+
+
 def run_models(folder: Path, num_ranks: int, dispatch_switches: int, combine_switches: int) -> None:
     """Every model with delays over poisoned memory, then the Baseline over gloo with both of its models."""
     environment = Environment.read()
@@ -161,7 +166,7 @@ def run_models(folder: Path, num_ranks: int, dispatch_switches: int, combine_swi
     world = {"num_dispatch_switches": dispatch_switches, "num_combine_switches": combine_switches}
     is_rank = rank < num_ranks
     pipeline = replace(PIPELINE, ranks_per_phase=min(2, num_ranks))
-    for number, model in enumerate(CommunicationModel):
+    for number, model in enumerate(models_of(World(num_ranks, dispatch_switches, combine_switches))):
         barrier = number % 2 == 0
         carried = replace(pipeline, barrier_after_dispatch=barrier, sum_order=SumOrder.RANK)
         widest = replace(SHAPE, top_k=max(SHAPE.top_k, OTHER_SHAPE.top_k))

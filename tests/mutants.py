@@ -15,10 +15,8 @@ import pytest
 
 from inc_runtime import heap_layout
 from inc_runtime.backends.simulated import SimulatedPe
-from inc_runtime.collectives import relayed
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline
 from inc_runtime.protocol import World
-from switch_emulator import relay_switch
 from tests.expected import check_outputs
 from tests.routings import draw_call, layer_of
 from tests.simulate import simulate
@@ -46,11 +44,12 @@ class Setting:
     jitter_us: float = 100.0
     calls: int = 1
     relay_cells: int = 8
+    barrier: bool = True
 
     @property
     def pipeline(self) -> Pipeline:
         bound = self.num_microbatches * self.microbatch_tokens
-        return Pipeline(bound, self.microbatch_tokens, self.depth, self.ranks_per_phase)
+        return Pipeline(bound, self.microbatch_tokens, self.depth, self.ranks_per_phase, self.barrier)
 
 
 def run(setting: Setting, seed: int) -> None:
@@ -64,8 +63,8 @@ def run(setting: Setting, seed: int) -> None:
             for number in setting.nothing_in:
                 given.expert_ids[number * setting.microbatch_tokens : (number + 1) * setting.microbatch_tokens] = -1
     with pytest.MonkeyPatch.context() as patch:
-        for module in (heap_layout, relayed, relay_switch):
-            patch.setattr(module, "RELAY_CELLS", setting.relay_cells)
+        patch.setattr(heap_layout, "RELAY_CELLS", setting.relay_cells * setting.world.num_ranks)
+        patch.setattr(heap_layout, "MIN_RELAY_CELLS", 1)
         patch.setattr(heap_layout, "MAX_CHUNK_BYTES", 2 * SHAPE.hidden_size * setting.microbatch_tokens)
         outputs, _ = simulate(
             LAYER,

@@ -278,8 +278,8 @@ def check_world(world: World) -> None:
             f"the processor is {platform.machine()}: the host backend needs x86-64, whose stores stay in order. "
             "Use the simulated backend here."
         )
-    if min(world.num_ranks, world.num_dispatch_switches, world.num_combine_switches) < 1:
-        raise ConfigurationError(f"{world}: there must be at least one rank and one switch of each role.")
+    if world.num_ranks < 1 or (world.num_dispatch_switches < 1) != (world.num_combine_switches < 1):
+        raise ConfigurationError(f"{world}: there must be at least one rank, and one switch of each role or none at all.")
     if world.num_pes > MAX_PES:
         raise ConfigurationError(f"{world} has {world.num_pes} PEs, of which the host backend takes {MAX_PES} at most.")
 

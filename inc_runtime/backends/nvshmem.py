@@ -15,20 +15,22 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
-from inc_runtime.compile_cache import Built, Verbs
-from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, ErrorKind, heap_argument
+from inc_runtime.backends.device_errors import error_of_record
+from inc_runtime.compile_cache import Built, Verbs, build
+from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
 from inc_runtime.environment import Environment
-from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, Mismatch, PlacementError, WaitRecord
-from inc_runtime.heap_layout import BF16, ERROR_BYTES, HeapLayout, Kind
+from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
+from inc_runtime.heap_layout import BF16, ERROR_BYTES, STARTS_AT_ZERO, HeapLayout, Kind
 from inc_runtime.mps import require_daemon
 from inc_runtime.placement import Placement, PlacementKind, choose, place
-from inc_runtime.protocol import Header, Role, Tag, World, magic_of, slot_of
+from inc_runtime.protocol import Role, World, magic_of
 
 ONE_HOST = {
     "NVSHMEM_BOOTSTRAP": "UID",
@@ -46,11 +48,12 @@ INIT_COMPLETE = 2
 """Least status of an NVSHMEM that device code can use."""
 
 NVSHMEM_OVERHEAD_BYTES = 64 << 20
-ZEROED = ("magic", "chunks_sent", "error_record")
 SWITCH_LIMIT_SHARE = 0.75
 """A switch gives up before the ranks that wait for it do: it knows which rank is missing."""
 
 POLL_S = 0.001
+CLOCK_SOURCE = Path(__file__).resolve().parent.parent / "device" / "clock.cu"
+CLOCK_TRIES = 100
 REPORT_LIMIT_S = 2.0
 
 
@@ -98,8 +101,9 @@ class NvshmemJob:
                 f"WORLD_SIZE = {environment.world_size}: {world} needs {world.num_pes} processes. "
                 f"Start them with: torchrun --nproc-per-node {world.num_pes} ..."
             )
-        if world.num_ranks > MAX_RANKS or world.num_dispatch_switches != 1 or world.num_combine_switches != 1:
-            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most and one switch of each role.")
+        switches = (world.num_dispatch_switches, world.num_combine_switches)
+        if world.num_ranks > MAX_RANKS or switches not in ((1, 1), (0, 0)):
+            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most, and one switch of each role or none.")
         num_sms = num_sms_of_gpus()
         placement = place(kind or choose(world, len(num_sms)), world, num_sms)
         if not placement.gpus:
@@ -151,6 +155,25 @@ class NvshmemJob:
         """Tell NVSHMEM about a module that calls its device API."""
         self._bindings.cumodule_init(int(self.gpu.module(built.path)))
 
+    def clock_offset_ns(self) -> int:
+        """Nanoseconds from this GPU's timer to the host's monotonic clock; of many tries the quickest counts: right to a few us.
+
+        Clocks drift: measure it anew for every long run, and while no kernel runs. Raises PlacementError where none answers.
+        """
+        function = self.gpu.function(build(CLOCK_SOURCE, arch=self.gpu.arch).path, "clock_kernel")
+        answer, address = self.gpu.pinned(np.dtype([("now", "<u8")]))
+        quickest, offset = float("inf"), 0
+        for _ in range(CLOCK_TRIES):
+            answer["now"], begin = 0, time.monotonic_ns()
+            self.gpu.launch(function, [np.array(address, np.uint64)], num_blocks=1, num_threads=1)
+            while not answer["now"][0]:
+                if time.monotonic_ns() > begin + 5_000_000_000:
+                    raise PlacementError(f"{self.name}: a kernel that reads the clock did not answer within 5 s.")
+            end = time.monotonic_ns()
+            if end - begin < quickest:
+                quickest, offset = end - begin, (begin + end) // 2 - int(answer["now"][0])
+        return offset
+
     def barrier(self) -> None:
         """Return once every process has called it. On the host: no kernel is needed, so persistent kernels may run."""
         self._distributed.barrier()
@@ -199,6 +222,8 @@ class DeviceHeap:
             raise ConfigurationError(
                 f"row_format = {layout.dims.row_dtype}: the kernels add bfloat16. Use RowFormat.BFLOAT16."
             )
+        if layout.dims.model.phased and verbs is Verbs.NVSHMEM:
+            raise ConfigurationError(f"{layout.dims.model.value}: the phased kernels take the direct verbs alone so far.")
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
@@ -209,12 +234,25 @@ class DeviceHeap:
         limit_s = job.environment.wait_limit_s * (1.0 if self.role is Role.COMPUTE_RANK else SWITCH_LIMIT_SHARE)
         self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
         self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
+        self.generation = 0
+        self.layer_memory: dict[object, object] = {}  # of the layers on this heap, by their shape
         self._owned = [self.workspace]
-        if self.role is Role.COMBINE_SWITCH:
-            self._allocate_private()
+        if layout.dims.model.in_network and self.role is Role.COMBINE_SWITCH:
+            self._allocate_sums()
+        if not layout.dims.model.in_network and self.role is Role.COMPUTE_RANK:
+            self._allocate_tables()
         self.reset(poison=poison)
 
-    def _allocate_private(self) -> None:
+    def _allocate_tables(self) -> None:
+        """Where a rank of a plain model places each token in its messages."""
+        dims = self.layout.dims
+        sizes = {"group_rows": -(-dims.microbatch_tokens // 32), "row_of_token": dims.microbatch_tokens}
+        sizes["token_of_row"] = dims.microbatch_tokens
+        for name, length in sizes.items():
+            self.argument[name] = self.gpu.allocate(dims.depth * length * dims.num_ranks * np.dtype("<i4").itemsize)
+            self._owned.append(int(self.argument[name]))
+
+    def _allocate_sums(self) -> None:
         """Accumulators of a combine switch and, where rows are pulled through NVSHMEM, a landing row per warp and rank."""
         dims = self.layout.dims
         self.argument["accumulators"] = self.gpu.allocate(self.layout.region(self.role, "accumulators").num_bytes(dims), 0xFF)
@@ -224,18 +262,25 @@ class DeviceHeap:
             self._owned.append(int(self.argument["landing"]))
 
     def reset(self, *, poison: bool = False) -> None:
-        """Rebuild the heap: flags and magic from zero. Collective; no kernel may run."""
+        """Rebuild the heap: flags and magic from zero. Collective; no kernel may run. What kernels keep elsewhere is then stale:
+        `generation` grows."""
+        self.generation += 1
         self.job.barrier()
         for name, region in self.layout.regions(self.role).items():
             if region.private:
                 continue
-            fresh = region.kind is Kind.FLAGS or name in ZEROED
+            fresh = region.kind is Kind.FLAGS or name in STARTS_AT_ZERO
             if fresh or poison:
                 address = self.job.slab + self.layout.offset(self.role, name)
                 self.gpu.fill(address, 0 if fresh else 0xFF, region.num_bytes(self.layout.dims))
         self.gpu.fill(self.workspace, 0, WORKSPACE.itemsize)
         self.record.view(np.uint8)[...] = 0
         self.job.barrier()
+
+    def pace_ports(self, rank_port_gbps: float) -> None:
+        """Let no rank send or receive faster than this, in GB/s each way; 0: as fast as it can. Equal on all PEs of the job."""
+        self.argument["port_ps_per_kib"] = round(1024e3 / rank_port_gbps) if rank_port_gbps else 0
+        self.argument["clock_offset_ns"] = self.job.clock_offset_ns() if rank_port_gbps else 0
 
     def write_region(self, name: str, value: np.ndarray) -> None:
         """Overwrite a whole region of this PE from the host, for a benchmark that replays half of the protocol."""
@@ -257,6 +302,15 @@ class DeviceHeap:
 
     # --- kernels ---
 
+    def build(self, source: Path, *, headers: Mapping[str, str] | None = None, defines: Sequence[str] = ()) -> Built:
+        """Compile a kernel of the ranks for this GPU and this heap's communication model, or take it from the cache."""
+        dims = self.layout.dims
+        defines = [*defines, *["INC_DIRECT"] * dims.direct]
+        built = build(source, self.verbs, self.gpu.arch, dims.model, headers=headers, defines=defines)
+        if self.verbs is Verbs.NVSHMEM:
+            self.job.init_module(built)
+        return built
+
     def launch(
         self,
         built: Built,
@@ -266,11 +320,16 @@ class DeviceHeap:
         num_blocks: int,
         num_threads: int,
         shared_bytes: int = 0,
+        stream: int | None = None,
     ) -> None:
-        """Start a kernel of this PE: the heap, then `arguments`."""
-        function = self.gpu.function(built.path, kernel)
+        """Start a kernel of this PE, on `stream` or the kernel stream: the heap, then `arguments`."""
         self.gpu.launch(
-            function, [self.argument, *arguments], num_blocks=num_blocks, num_threads=num_threads, shared_bytes=shared_bytes
+            self.gpu.function(built.path, kernel),
+            [self.argument, *arguments],
+            num_blocks=num_blocks,
+            num_threads=num_threads,
+            shared_bytes=shared_bytes,
+            stream=stream,
         )
 
     def wait(self, *, limit_s: float | None = None) -> None:
@@ -314,45 +373,4 @@ class DeviceHeap:
             time.sleep(0.01)
 
     def _reported(self) -> Exception:
-        record, world = self.record[0], self.job.world
-        tag, magic = Tag(int(record["tag"])), int(record["magic"])
-        kind, sender, seen_value = (
-            ErrorKind(int(record["kind"])),
-            int(record["sender"]),
-            int(record["seen"][:1].view(np.int64)[0]),
-        )
-        if kind is ErrorKind.MISMATCH:
-            field = Header(int(record["field"])).name.lower()
-            return Mismatch(
-                f"{world.name_of(sender)} brought {field} = {seen_value} to magic {magic}, expected {record['expected']}. "
-                "Give every rank the same bound, microbatch size, shape and call order."
-            )
-        if kind is ErrorKind.BAD_EXPERT:
-            return ConfigurationError(
-                f"{world.name_of(sender)} sent token {record['field']} of magic {magic} to expert {seen_value}, "
-                f"expected -1 to {int(record['expected']) - 1}. Use -1 for a choice that does not count."
-            )
-        awaited = awaited_senders(world, tag)
-        seen = {name: int(record["seen"][i]) for i, name in enumerate(awaited)}
-        missing = [name for i, name in enumerate(awaited) if int(record["missing"]) >> i & 1]
-        wait = WaitRecord(
-            self.job.name,
-            tag.name,
-            magic - 1,
-            slot_of(magic, self.layout.dims.depth),
-            magic,
-            int(record["expected"]),
-            seen,
-            missing,
-            int(record["waited_ns"]) * 1e-9,
-        )
-        return ArrivalTimeout(wait, "Raise INC_WAIT_LIMIT_S if it is only slow, or look at what the missing PE printed.")
-
-
-def awaited_senders(world: World, tag: Tag) -> list[str]:
-    """Who raises the flags that a wait with this tag watches, in the order of its lanes."""
-    if tag in (Tag.EXPERT_ROWS, Tag.COMBINE_PLAN):
-        return [world.name_of(world.dispatch_switch(0))]
-    if tag is Tag.TOKEN_SUMS:
-        return [world.name_of(world.combine_switch(0))]
-    return [world.name_of(rank) for rank in range(world.num_ranks)]
+        return error_of_record(self.record[0], self.job.name, self.job.world, self.layout.dims)

@@ -1,4 +1,4 @@
-"""All-to-All through a relay switch, rank side. Switch side: `switch_emulator/relay_switch.py`.
+"""All-to-All through a relay switch, or straight where the world has none, rank side. Switch side: `relay_switch.py`.
 
 Dispatch: the rank packs a copy of each token per destination and sends W messages; chunk 0 of each carries the number of
 rows and the routing of its tokens, so that no exchange of counts comes first. Combine: it returns the partial sums of each
@@ -26,7 +26,7 @@ from inc_runtime.collectives.microbatch import (
 from inc_runtime.collectives.relayed import num_chunks, send_message
 from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import Awaited, Flag, OneSided
-from inc_runtime.protocol import Header, Tag, has_payload, slot_of
+from inc_runtime.protocol import Header, Role, Tag, has_payload, slot_of
 from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
 
 
@@ -63,7 +63,7 @@ def push_microbatch(
     slot = slot_of(magic, dims.depth)
     rows_for = pack(pe, call, magic, routed)
     records = pe.memory["tokens_routing"][slot]
-    for plane in range(dims.world.num_dispatch_switches):
+    for plane in range(dims.dispatch_planes):
         before_plane(plane)
         part = plane_tokens(len(routed), plane, dims.dispatch_plane_tokens)
         for step in range(dims.num_ranks):
@@ -72,7 +72,8 @@ def push_microbatch(
             low, high = np.searchsorted(rows, (part.start, part.stop))
             send_message(
                 pe,
-                dims.world.dispatch_switch(plane),
+                Role.DISPATCH_SWITCH,
+                plane,
                 destination,
                 magic,
                 header=pe.memory["tokens_header"][slot, plane],
@@ -86,7 +87,9 @@ def wait_for_message(pe: OneSided, flags: str, index: tuple[int, ...], magic: in
     """Wait for all chunks of one message of `count` rows. `count` None: chunk 0 says how many. Returns has_payload."""
     dims = pe.layout.dims
     role_pe = dims.world.dispatch_switch if flags == "expert_chunk_arrived" else dims.world.combine_switch
-    sender = f"{dims.world.name_of(role_pe(index[1]))} for rank {index[-1]}"
+    sender = f"rank {index[-1]}"
+    if not dims.direct:
+        sender = f"{dims.world.name_of(role_pe(index[1]))} for {sender}"
     word = pe.wait_until(Awaited(Flag(flags, (*index, 0)), magic, sender), tag)
     if count is None:
         count = int(pe.memory["expert_rows_header"][(*index, Header.NUM_ROWS)]) if has_payload(word) else 0
@@ -100,7 +103,7 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
     runs = []
-    for plane in range(dims.world.num_dispatch_switches):
+    for plane in range(dims.dispatch_planes):
         for sender in range(dims.num_ranks):
             index = (slot, plane, sender)
             payload = wait_for_message(pe, "expert_chunk_arrived", index, magic, Tag.EXPERT_ROWS, None)
@@ -119,7 +122,7 @@ def rows_to_return(pe: OneSided, magic: int, owner: int, combine_plane: int) -> 
     slot = slot_of(magic, dims.depth)
     low, high = combine_range(dims, combine_plane)
     parts = []
-    for plane in range(dims.world.num_dispatch_switches):
+    for plane in range(dims.dispatch_planes):
         count = int(pe.memory["expert_rows_header"][slot, plane, owner, Header.NUM_ROWS])
         start = first_row(dims, plane, owner, 0)
         tokens = pe.memory["expert_rows_routing"][slot, start : start + count]["token"]
@@ -138,7 +141,8 @@ def return_partial_sums(pe: OneSided, call: Call, magic: int, owner: int, combin
     slot = slot_of(magic, dims.depth)
     send_message(
         pe,
-        dims.world.combine_switch(combine_plane),
+        Role.COMBINE_SWITCH,
+        combine_plane,
         owner,
         magic,
         source=pe.memory["expert_rows"][slot],
@@ -149,7 +153,7 @@ def return_partial_sums(pe: OneSided, call: Call, magic: int, owner: int, combin
 def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
     """Return the partial sums to every token rank, the next rank first; a rank that sent nothing gets a signal alone."""
     dims = pe.layout.dims
-    for plane in range(dims.world.num_combine_switches):
+    for plane in range(dims.combine_planes):
         for step in range(dims.num_ranks):
             return_partial_sums(pe, call, magic, (pe.pe + 1 + step) % dims.num_ranks, plane)
 
@@ -164,7 +168,7 @@ def wait_for_partial_sums(pe: OneSided, call: Call, magic: int) -> list[np.ndarr
     """Wait for the partial sums of all ranks. Returns the tokens of each rank's sums."""
     dims = pe.layout.dims
     rows_for = rows_of_own_tokens(pe, call, magic)
-    for plane in range(dims.world.num_combine_switches):
+    for plane in range(dims.combine_planes):
         for expert_rank, rows in enumerate(rows_for):
             index = (slot_of(magic, dims.depth), plane, expert_rank)
             count = len(own_rows(dims, plane, rows))
@@ -179,7 +183,7 @@ def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -
     rows_for = wait_for_partial_sums(pe, call, magic)
     sums = np.zeros((num_tokens, dims.hidden_size), np.float32)
     with pe.stage("global_reduce", magic, rows=num_tokens):
-        for plane in range(dims.world.num_combine_switches):
+        for plane in range(dims.combine_planes):
             for expert_rank, rows in enumerate(rows_for):
                 own = own_rows(dims, plane, rows)
                 partial = pe.memory["received_partial_sums"][slot, plane, expert_rank, : len(own)]

@@ -34,7 +34,7 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
     """Ask for this rank's phase, and return partial sums to each token rank as its phase opens."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    planes = range(dims.world.num_combine_switches)
+    planes = range(dims.combine_planes)
     for plane in planes:
         relay = dims.world.combine_switch(plane)
         pe.signal(relay, Flag("combine_requests", (slot, pe.pe)), signal_word(magic, True), magic=magic)

@@ -59,7 +59,7 @@ def push_microbatch(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) 
     """Put the microbatch into this rank's slot on every dispatch switch. Returns before it has landed."""
     dims = pe.layout.dims
     stage_tokens(pe, call, magic, routed)
-    for plane in range(dims.world.num_dispatch_switches):
+    for plane in range(dims.dispatch_planes):
         inbox_slot = slot_of(magic, dims.depth) * dims.num_ranks + pe.pe
         put_tokens(pe, magic, len(routed), plane, inbox_slot)
 
@@ -69,7 +69,7 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
     runs = []
-    for plane in range(dims.world.num_dispatch_switches):
+    for plane in range(dims.dispatch_planes):
         sender = dims.world.name_of(dims.world.dispatch_switch(plane))
         word = pe.wait_until(Awaited(Flag("expert_rows_arrived", (slot, plane, 0)), magic, sender), Tag.EXPERT_ROWS)
         count = int(pe.memory["expert_rows_header"][slot, plane, 0, Header.NUM_ROWS]) if has_payload(word) else 0
@@ -81,7 +81,7 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
     """Tell every combine switch that the partial sums stand in `expert_rows`; also when there are none."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    for plane in range(dims.world.num_combine_switches):
+    for plane in range(dims.combine_planes):
         flag = Flag("partial_sums_ready", (slot, pe.pe))
         pe.signal(dims.world.combine_switch(plane), flag, signal_word(magic, True), magic=magic)
 
@@ -93,7 +93,7 @@ def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -
     """
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    for plane in range(dims.world.num_combine_switches):
+    for plane in range(dims.combine_planes):
         sender = dims.world.name_of(dims.world.combine_switch(plane))
         pe.wait_until(Awaited(Flag("token_sums_arrived", (slot, plane)), magic, sender), Tag.TOKEN_SUMS)
     return pe.memory["token_sums"][slot, :num_tokens]

@@ -19,7 +19,7 @@ from inc_runtime.collectives.microbatch import (
 )
 from inc_runtime.collectives.phases import join_barrier, request_grant
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
-from inc_runtime.protocol import Header, Tag, has_payload, signal_word, slot_of
+from inc_runtime.protocol import Header, Tag, has_payload, magic_of, signal_word, slot_of
 
 __all__ = ["publish_partial_sums", "push_microbatch", "wait_for_expert_rows", "wait_for_token_sums"]
 
@@ -27,7 +27,7 @@ __all__ = ["publish_partial_sums", "push_microbatch", "wait_for_expert_rows", "w
 def push_microbatch(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> None:
     """Put the microbatch into the inbox slot that each dispatch switch grants. Waits for the grants."""
     stage_tokens(pe, call, magic, routed)
-    for plane in range(pe.layout.dims.world.num_dispatch_switches):
+    for plane in range(pe.layout.dims.dispatch_planes):
         inbox_slot = request_grant(pe, magic, plane)
         put_tokens(pe, magic, len(routed), plane, inbox_slot)
 
@@ -36,7 +36,7 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
     """Wait for the rows of every sender from every dispatch switch, then join the INC barrier if the call has one."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    keys = [(p, s) for p in range(dims.world.num_dispatch_switches) for s in range(dims.num_ranks)]
+    keys = [(p, s) for p in range(dims.dispatch_planes) for s in range(dims.num_ranks)]
     counts = {}
     pending = list(keys)
     while pending:
@@ -48,20 +48,29 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
         for p, s in arrived:
             word = pe.word(Flag("expert_rows_arrived", (slot, p, s)))
             header = pe.memory["expert_rows_header"][slot, p, s]
-            counts[p, s] = int(header[Header.NUM_ROWS]) if has_payload(word) else 0
+            counts[p, s] = int(header[Header.NUM_ROWS]) if brought_rows(word, magic) else 0
         pending = [key for key in pending if key not in arrived]
     if call.pipeline.barrier_after_dispatch:
         join_barrier(pe, magic)
     return received_rows(pe, magic, [(first_row(dims, p, s, 0), counts[p, s]) for p, s in keys])
 
 
+def brought_rows(word: int, magic: int) -> bool:
+    """Whether rows of this microbatch came with the word of a sender, which has arrived.
+
+    A word of a later microbatch says no: a sender that brought rows cannot be further before their partial sums are back, one
+    that brought none can, where there is no barrier.
+    """
+    return has_payload(word) and magic_of(word) == magic
+
+
 def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
     """Send every combine switch the request of this rank: its partial sums are ready, and this is the routing of its tokens."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    for combine_plane in range(dims.world.num_combine_switches):
+    for combine_plane in range(dims.combine_planes):
         segments = []
-        for plane in range(dims.world.num_dispatch_switches):
+        for plane in range(dims.dispatch_planes):
             header = pe.memory["tokens_header"][slot, plane]
             count = int(header[Header.NUM_ROWS])
             start = plane * dims.dispatch_plane_tokens

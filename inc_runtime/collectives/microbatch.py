@@ -106,7 +106,7 @@ def write_routing(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) ->
     records["weights"][:, top_k:] = 0
     records["expert_ids"][:, :top_k] = routed.expert_ids
     records["weights"][:, :top_k] = routed.weights
-    for plane in range(dims.world.num_dispatch_switches):
+    for plane in range(dims.dispatch_planes):
         part = plane_tokens(len(routed), plane, dims.dispatch_plane_tokens)
         write_header(pe.memory["tokens_header"][slot, plane], call, magic, len(part))
 

@@ -1,16 +1,19 @@
-"""How a rank sends through a relay switch: a message is a run of rows to one rank, cut into chunks of at most 64 KiB.
+"""How a rank sends through a relay switch: a message is a run of rows to one rank, cut into chunks of at most 32 KiB.
 
-Each chunk is one put_signal into a cell of the relay, which forwards it as it lands. A sender owns `RELAY_CELLS` cells per
-relay and writes a cell again only once the relay's credit says that the chunk in it has left. A message without rows is one
-chunk without payload, which the relay passes on as a signal alone.
+Each chunk is one put_signal into a cell of the relay, which forwards it as it lands. A sender owns `relay_cells` cells per
+relay, uses them in turn, and writes a cell again only once the credit of that cell says that the chunk in it has left. Each cell
+has a word of its own in both directions, so a relay may serve cells in any order. A message without rows is one
+chunk without payload, which the relay passes on as a signal alone. In a world without switches a message goes straight to its
+destination, whole: one put_signal, or a signal alone where it has no rows.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from inc_runtime.collectives.microbatch import first_row
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
-from inc_runtime.protocol import RELAY_CELLS, Chunk, Tag, signal_word
+from inc_runtime.protocol import Chunk, Header, Role, Tag, signal_word, slot_of
 
 
 def num_chunks(num_rows: int, rows_per_chunk: int) -> int:
@@ -20,7 +23,8 @@ def num_chunks(num_rows: int, rows_per_chunk: int) -> int:
 
 def send_message(
     pe: OneSided,
-    relay: int,
+    role: Role,
+    plane: int,
     destination: int,
     magic: int,
     *,
@@ -29,11 +33,15 @@ def send_message(
     header: np.ndarray | None = None,
     routing: np.ndarray | None = None,
 ) -> None:
-    """Send `source[rows]` to `destination` through relay PE `relay`. Waits for credits only.
+    """Send `source[rows]` to `destination` through the relay of `role` and `plane`, or straight. Waits for credits only.
 
     A dispatch message brings its header and its records: `routing[i]` belongs to row i of the message.
     """
     dims = pe.layout.dims
+    if dims.direct:
+        _send_whole(pe, destination, magic, header, source, rows, routing)
+        return
+    relay = dims.world.dispatch_switch(plane) if role is Role.DISPATCH_SWITCH else dims.world.combine_switch(plane)
     total = num_chunks(len(rows), dims.rows_per_chunk)
     for number in range(total):
         start = number * dims.rows_per_chunk
@@ -51,6 +59,43 @@ def send_message(
         _send_chunk(pe, relay, magic, fields, header, source, part, records)
 
 
+def _send_whole(
+    pe: OneSided,
+    destination: int,
+    magic: int,
+    header: np.ndarray | None,
+    source: np.ndarray,
+    rows: np.ndarray,
+    routing: np.ndarray | None,
+) -> None:
+    """Put a message where a relay would: a dispatch message, which has a header, into expert_rows, another into the owner's sums.
+
+    No credit is needed: a slot is used again once the sums of all ranks are back, which they send after they have read it.
+    """
+    dims = pe.layout.dims
+    slot, count = slot_of(magic, dims.depth), len(rows)
+    flags = "expert_chunk_arrived" if header is not None else "partial_chunk_arrived"
+    flag = Flag(flags, (slot, 0, pe.pe, 0))
+    if not count:
+        pe.signal(destination, flag, signal_word(magic, False), magic=magic)
+        return
+    if header is None:
+        segments = [Segment(source, "received_partial_sums", (slot, 0, pe.pe, slice(count)), rows)]
+    else:
+        own = pe.memory["message_header"][slot, destination]
+        own[:] = header
+        own[Header.NUM_ROWS] = count
+        base = first_row(dims, 0, pe.pe, 0)
+        run = (slot, slice(base, base + count))
+        assert routing is not None
+        segments = [
+            Segment(own[None], "expert_rows_header", (slot, 0, slice(pe.pe, pe.pe + 1))),
+            Segment(routing, "expert_rows_routing", run),
+            Segment(source, "expert_rows", run, rows),
+        ]
+    pe.put_signal(destination, segments, flag, signal_word(magic, True), magic=magic)
+
+
 def _send_chunk(
     pe: OneSided,
     relay: int,
@@ -64,10 +109,11 @@ def _send_chunk(
     index = relay - pe.world.num_ranks
     pe.memory["chunks_sent"][index] += 1
     chunk = int(pe.memory["chunks_sent"][index])
-    if chunk > RELAY_CELLS:
-        credit = Awaited(Flag("relay_credits", (index,)), chunk - RELAY_CELLS, pe.world.name_of(relay))
+    cells = pe.layout.dims.relay_cells
+    cell = chunk % cells
+    if chunk > cells:
+        credit = Awaited(Flag("relay_credits", (index, cell)), chunk - cells, pe.world.name_of(relay))
         pe.wait_until(credit, Tag.RELAY_CREDIT, microbatch=magic - 1)
-    cell = chunk % RELAY_CELLS
     own = pe.memory["chunk_header"][index, cell]
     for field, value in fields.items():
         own[field] = value

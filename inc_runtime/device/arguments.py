@@ -11,7 +11,7 @@ import enum
 import numpy as np
 
 from inc_runtime.heap_layout import REGIONS, HeapLayout
-from inc_runtime.protocol import Role
+from inc_runtime.protocol import HEADER_FIELDS, RELAY_CELLS, Role
 
 MAX_RANKS = 32
 """Ranks of one job: a warp watches one flag per lane, and a mask of ranks is one 32-bit word."""
@@ -28,6 +28,7 @@ class ErrorKind(enum.IntEnum):
     TIMEOUT = 1
     MISMATCH = 2
     BAD_EXPERT = 3
+    BAD_LOGIT = 4
 
 
 class Packet(enum.IntEnum):
@@ -38,6 +39,17 @@ class Packet(enum.IntEnum):
     PUBLISH = 2
     COMBINE = 3
     LEAVE = 4
+    # Meetings of all blocks of a rank in the plain models.
+    ROWS_COUNTED = 5
+    ROWS_PLACED = 6
+    SUMS_WRITTEN = 7
+    ROUTED = 10
+    # And in the phased models.
+    PLACE_GRANTED = 8
+    PHASE_OPENED = 9
+    # Of the layer, by set of grouped rows in place of the slot.
+    ROWS_TALLIED = 11
+    ROWS_GROUPED = 12
 
 
 class ExchangeMode(enum.IntEnum):
@@ -67,12 +79,32 @@ ERROR_RECORD = _struct(
     ("field", "<i4"),
 )
 
+JOB = _struct(("magic", "<u8"), ("sender", "<i4"), ("place", "<i4"))
+
 WORKSPACE = _struct(
     ("error_claimed", "<u4"),
     ("rows_sent", "<u8"),  # token rows that left this PE, each copy counted
     ("rows_pulled", "<u8"),
     ("finished", "<u8", (len(Packet), MAX_DEPTH)),  # blocks that have finished a packet, by packet and slot
-    ("total_rows", "<u4", (MAX_DEPTH, MAX_RANKS)),
+    ("met", "<u8", (len(Packet), MAX_DEPTH)),  # magic of the last meeting of all blocks, by packet and slot
+    ("total_rows", "<u4", (MAX_DEPTH, MAX_RANKS)),  # rows of a microbatch for each rank
+    ("received_first", "<i4", (MAX_DEPTH, MAX_RANKS + 1)),  # received rows of lower senders, where each has its own run
+    # Relayed models: chunks sent before a microbatch, by relay and slot; on a relay, the last chunk forwarded from each cell, and
+    # the stop words that the last launch ended with.
+    ("chunks_before", "<u8", (2, MAX_DEPTH)),
+    ("forwarded", "<u8", (RELAY_CELLS,)),
+    ("stops_seen", "<u8", (MAX_RANKS,)),
+    # Phased models. On a switch: the last request of each rank, the last barrier, and the microbatches of single ranks that its
+    # blocks serve one by one, by number; on a relay, what a request still lacks; on a rank, the place that it was granted.
+    ("requested", "<u8", (MAX_RANKS,)),
+    ("barrier_released", "<u8"),
+    ("jobs", JOB, (MAX_DEPTH,)),
+    ("job_done", "<u8", (MAX_DEPTH,)),
+    ("jobs_done", "<u8"),
+    ("first_headers", "<i8", (MAX_DEPTH, HEADER_FIELDS)),
+    ("chunks_left", "<u8", (MAX_DEPTH, MAX_RANKS)),
+    ("phase_closed", "<u8", (MAX_DEPTH, MAX_RANKS)),
+    ("granted_place", "<i4", (MAX_DEPTH,)),
     # Among the blocks of a switch, by slot: what the first block has decided, and the rows that each block has counted.
     ("opened", "<u8", (MAX_DEPTH,)),  # magic << 16 | blocks that take part; no block: all ranks have stopped
     ("counted", "<u8", (MAX_DEPTH, MAX_SWITCH_BLOCKS)),  # magic
@@ -86,7 +118,14 @@ HEAP = _struct(
     ("error_record", "<u8"),  # pinned host memory
     ("accumulators", "<u8"),  # private region of a combine switch
     ("landing", "<u8"),  # NVSHMEM link: one row per warp and rank of a combine switch
+    # Plain models, on a rank, by slot: rows for each rank in groups of 32 tokens; the row of each token in the message to each
+    # rank, or -1; the token of each row.
+    ("group_rows", "<u8"),  # int32 [D, ceil(m_b / 32), W]
+    ("row_of_token", "<u8"),  # int32 [D, m_b, W]
+    ("token_of_row", "<u8"),  # int32 [D, W, m_b]
     ("wait_limit_ns", "<u8"),
+    ("port_ps_per_kib", "<u8"),  # what a KiB costs on a port of a rank; 0: no pacing
+    ("clock_offset_ns", "<i8"),  # of the host's clock against this GPU's
     ("row_bytes", "<u4"),
     ("record_bytes", "<u4"),
     ("pe", "<i4"),
@@ -99,6 +138,11 @@ HEAP = _struct(
     ("hidden_size", "<i4"),
     ("top_k", "<i4"),
     ("selective", "<i4"),
+    ("relay_cells", "<i4"),
+    ("rows_per_chunk", "<i4"),
+    ("phased", "<i4"),
+    ("ranks_per_phase", "<i4"),
+    ("barrier_after_dispatch", "<i4"),  # of the call, where the model is phased
 )
 
 SWITCH_MOMENT = _struct(("magic", "<u8"), ("arrived", "<u8"), ("done", "<u8"), ("num_tokens", "<u8"))
@@ -145,6 +189,7 @@ EXCHANGE_ARGUMENTS = _struct(
 STRUCTS = {
     "Place": PLACE,
     "ErrorRecord": ERROR_RECORD,
+    "Job": JOB,
     "Workspace": WORKSPACE,
     "Heap": HEAP,
     "SwitchMoment": SWITCH_MOMENT,
@@ -157,17 +202,19 @@ STRUCTS = {
 C_TYPES = {"<u4": "uint32_t", "<i4": "int32_t", "<u8": "uint64_t", "<i8": "int64_t"}
 
 
-def _c_struct(name: str, dtype: np.dtype) -> str:
+def c_struct(name: str, dtype: np.dtype, known: dict[str, np.dtype] = STRUCTS) -> str:
+    """The C text of one structure; members whose dtype is in `known` take its name as their type."""
     lines = []
     for field in dtype.names or ():
         member = dtype.fields[field][0]  # type: ignore[index]
         base, shape = (member.subdtype[0], member.shape) if member.subdtype else (member, ())
-        c_type = next((s for s, d in STRUCTS.items() if d == base), None) or C_TYPES[base.str]
+        c_type = next((s for s, d in known.items() if d == base), None) or C_TYPES[base.str]
         lines.append(f"    {c_type} {field}{''.join(f'[{n}]' for n in shape)};")
     return f"struct {name} {{\n" + "\n".join(lines) + f"\n}};\nstatic_assert(sizeof({name}) == {dtype.itemsize});\n"
 
 
-def _c_enum(kind: type[enum.IntEnum]) -> str:
+def c_enum(kind: type[enum.IntEnum]) -> str:
+    """The C text of an enum of the same name."""
     members = "".join(f"    {member.name} = {int(member)},\n" for member in kind)
     return f"enum class {kind.__name__} : int {{\n{members}}};\n"
 
@@ -183,8 +230,8 @@ def header_text() -> str:
             "namespace inc {",
             *(f"constexpr int {name} = {value};" for name, value in limits.items()),
             "",
-            *(_c_enum(kind) for kind in (ErrorKind, Packet, ExchangeMode)),
-            *(_c_struct(name, dtype) for name, dtype in STRUCTS.items()),
+            *(c_enum(kind) for kind in (ErrorKind, Packet, ExchangeMode)),
+            *(c_struct(name, dtype) for name, dtype in STRUCTS.items()),
             "}  // namespace inc",
             "",
         ]
@@ -209,7 +256,8 @@ def heap_argument(layout: HeapLayout, pe: int, bases: list[int], *, wait_limit_s
     heap["record_bytes"] = dims.routing_dtype.itemsize
     heap["pe"], heap["num_pes"], heap["num_ranks"] = pe, dims.world.num_pes, dims.num_ranks
     heap["dispatch_switch"], heap["combine_switch"] = dims.world.dispatch_switch(0), dims.world.combine_switch(0)
-    for name in ("depth", "microbatch_tokens", "hidden_size", "top_k"):
+    for name in ("depth", "microbatch_tokens", "hidden_size", "top_k", "relay_cells", "rows_per_chunk", "ranks_per_phase"):
         heap[name] = getattr(dims, name)
-    heap["selective"] = dims.model.selective
+    heap["selective"], heap["phased"] = dims.model.selective, dims.model.phased
+    heap["barrier_after_dispatch"] = 1
     return heap

@@ -9,7 +9,6 @@ import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.collectives.microbatch import RoutedTokens
-from inc_runtime.compile_cache import Built, build
 from inc_runtime.config import LayerShape, Pipeline
 from inc_runtime.device.arguments import EXCHANGE_ARGUMENTS, EXCHANGE_MOMENT, EXCHANGE_RESULT, ExchangeMode
 from inc_runtime.heap_layout import BF16
@@ -26,14 +25,6 @@ class Exchanged:
     wrong_rows: int
     wrong_sums: int
     moments: np.ndarray
-
-
-def build_exchange(heap: DeviceHeap) -> Built:
-    """Compile the exchange kernel for this GPU, or take it from the cache."""
-    built = build(SOURCE, heap.verbs, heap.gpu.arch)
-    if heap.verbs.value == "nvshmem":
-        heap.job.init_module(built)
-    return built
 
 
 class Exchange:
@@ -75,10 +66,11 @@ class Exchange:
         self.arguments["num_experts"], self.arguments["top_k"] = shape.num_experts, expert_ids.shape[1]
         self.arguments["layer"], self.arguments["num_microbatches"] = layer, self.num_microbatches
         self.arguments["mode"], self.arguments["verify"] = int(mode), verify
+        heap.argument["barrier_after_dispatch"] = pipeline.barrier_after_dispatch
         self.arguments["seed"], self.arguments["delay_ns"] = seed, int(delay_us * 1000)
 
     def start(self, *, num_blocks: int | None = None) -> Exchange:
-        built, blocks = build_exchange(self.heap), num_blocks or self.heap.job.seat.num_blocks
+        built, blocks = self.heap.build(SOURCE), num_blocks or self.heap.job.seat.num_blocks
         self.heap.launch(built, "exchange_kernel", [self.arguments], num_blocks=blocks, num_threads=RANK_THREADS)
         return self
 
@@ -106,6 +98,8 @@ def _microseconds(moments: np.ndarray, result: np.void) -> np.ndarray:
 
 
 def stop_switches(heap: DeviceHeap) -> None:
-    """Raise this rank's stop words: the switches end once all ranks have."""
-    heap.launch(build_exchange(heap), "stop_kernel", [], num_blocks=1, num_threads=1)
+    """Raise this rank's stop words, where there are switches: they end once all ranks have."""
+    if heap.layout.dims.direct:
+        return
+    heap.launch(heap.build(SOURCE), "stop_kernel", [], num_blocks=1, num_threads=1)
     heap.wait()

@@ -1,14 +1,14 @@
 // A rank without a layer: pushes microbatches, takes a trivial expert, publishes, waits. Proves and times dispatch and combine
-// alone. Not part of any model; the megakernel calls the same four functions. Order of the stages: megakernel/pipeline.py,
+// alone, for the communication model that it is compiled for (collective.cuh). The megakernel calls the same four functions. Order of the stages: megakernel/pipeline.py,
 // schedule.
 //
 // The trivial expert multiplies a row by the number of its choices that live on this rank, so that the sum of a token is its row
-// times the number of its valid choices: exact in bfloat16 for small integers. Waits, signals, reads, writes: inc_all_to_all.cuh,
+// times the number of its valid choices: exact in bfloat16 for small integers. Waits, signals, reads, writes: those of the model,
 // and the caller's output [num_tokens, H]. With `verify` the tokens are hashes of (rank, magic, token, column), every received
 // row and every sum is compared, and each stage may begin with a random delay.
 #include <cuda_bf16.h>
 
-#include "inc_all_to_all.cuh"
+#include "collective.cuh"
 
 namespace inc {
 
@@ -79,18 +79,12 @@ struct Exchange {
     }
 };
 
-// With `verify`, the warp that will put a part of a row makes it first.
+// With `verify` every block makes all tokens before it pushes, so that no warp reads what another block has yet to write.
 __device__ inline void make_tokens(const Exchange& x, uint64_t magic, char* tokens, int num_tokens) {
-    const PushUnits cut = units_of_push(x.heap, x.team, num_tokens);
-    for (int unit = x.first_warp(); x.team.block < cut.num_blocks && unit < cut.num_units;
-         unit += cut.num_blocks * x.team.num_warps()) {
-        const int token = unit / (cut.parts + 1), part = unit % (cut.parts + 1), first_byte = part * cut.part_bytes;
-        if (part == cut.parts) continue;
-        for (int start = first_byte + x.team.lane() * 16; start < first_byte + cut.part_bytes; start += WARP * 16)
-            store_16_bytes(tokens + uint64_t(token) * x.heap.row_bytes + start,
-                           hashed_row(x.call.seed, x.heap.pe, magic, token, start / 16));
-    }
-    __syncwarp();
+    const int words = x.heap.row_bytes / 16;
+    for (int at = x.team.thread; at < num_tokens * words; at += x.team.num_threads)
+        store_16_bytes(tokens + at * 16ull, hashed_row(x.call.seed, x.heap.pe, magic, at / words, at % words));
+    x.team.sync();
 }
 
 __device__ inline void send(const Exchange& x, int number) {
@@ -129,7 +123,8 @@ __device__ inline bool experts(const Exchange& x, int number) {
     x.delay(number, 1);
     if (x.call.mode == int(ExchangeMode::DISPATCH) && !x.call.verify) return true;
     const int lane = x.team.lane();
-    for (int row = x.first_warp(); row < received.num_rows; row += x.num_warps()) {
+    for (int i = x.first_warp(); i < received.num_rows; i += x.num_warps()) {
+        const int row = received.row(i);
         const char* record = received.records + uint64_t(row) * x.heap.record_bytes;
         const int token = reinterpret_cast<const int32_t*>(record)[0], sender = reinterpret_cast<const int32_t*>(record)[1];
         const float factor = local_choices(x.heap, record, x.call.num_experts);
@@ -147,8 +142,8 @@ __device__ inline bool experts(const Exchange& x, int number) {
 __device__ inline bool finish(const Exchange& x, int number) {
     const uint64_t magic = x.first_magic + number;
     const int first = x.first_token(number), num_tokens = x.num_tokens(number);
-    const char* sums = wait_for_token_sums(x.heap, x.team, magic);
-    if (sums == nullptr) return false;
+    TokenSums sums;
+    if (!wait_for_token_sums(x.heap, x.team, magic, sums)) return false;
     x.note(number, &ExchangeMoment::sums);
     x.delay(number, 2);
     char* output = reinterpret_cast<char*>(x.call.output) + uint64_t(first) * x.heap.row_bytes;
@@ -158,7 +153,7 @@ __device__ inline bool finish(const Exchange& x, int number) {
         for (int choice = 0; choice < x.call.top_k; ++choice) valid += ids[choice] >= 0;
         for (int column = x.team.lane(); column < x.heap.row_bytes / 16; column += WARP) {
             const uint64_t at = uint64_t(token) * x.heap.row_bytes + column * 16;
-            const uint4 word = load_16_bytes(sums + at);
+            const uint4 word = sums.words(x.heap, token, column);
             if (x.call.verify) {
                 const uint4 row = hashed_row(x.call.seed, x.heap.pe, magic, token, column);
                 count_wrong(&x.result().wrong_sums, differ(word, valid ? times(row, valid) : make_uint4(0, 0, 0, 0)));
@@ -169,12 +164,18 @@ __device__ inline bool finish(const Exchange& x, int number) {
     return true;
 }
 
-// The stages of all microbatches in the order of megakernel/pipeline.py. Half an exchange keeps the whole ring in flight.
+// Microbatches that a rank sends ahead of those whose rows it takes. Half an exchange keeps the whole ring in flight; without sums
+// a relayed dispatch must leave half of it free, as no one but the receivers says that the rows in a slot have been read.
+__device__ inline int lag_of_experts(const Exchange& x, ExchangeMode mode) {
+    if (mode == ExchangeMode::COMBINE) return 0;
+    if (mode == ExchangeMode::BOTH) return (x.heap.depth - 1) / 2;
+    return RELAYED ? max(0, x.heap.depth - 2) / 2 : x.heap.depth - 1;
+}
+
+// The stages of all microbatches in the order of megakernel/pipeline.py.
 __device__ inline void run(const Exchange& x) {
     const ExchangeMode mode = ExchangeMode(x.call.mode);
-    const int finish_lag = x.heap.depth - 1, experts_lag = mode == ExchangeMode::BOTH       ? finish_lag / 2
-                                                           : mode == ExchangeMode::DISPATCH ? finish_lag
-                                                                                            : 0;
+    const int finish_lag = x.heap.depth - 1, experts_lag = lag_of_experts(x, mode);
     for (int step = 0; step < x.call.num_microbatches + finish_lag; ++step) {
         if (step < x.call.num_microbatches && mode != ExchangeMode::COMBINE) send(x, step);
         if (const int number = step - experts_lag; number >= 0 && number < x.call.num_microbatches) {

@@ -164,7 +164,7 @@ def _switch(result: str, name: str, enum_name: str, cases: Iterable[tuple[str, s
 
 
 def _words() -> str:
-    names = ("MAX_CHUNK_BYTES", "RELAY_CELLS", "HEADER_FIELDS", "CHUNK_FIELDS")
+    names = ("MAX_CHUNK_BYTES", "RELAY_CELLS", "MIN_RELAY_CELLS", "HEADER_FIELDS", "CHUNK_FIELDS")
     constants = {name: getattr(protocol, name) for name in names} | {"ALIGNMENT": ALIGNMENT, "ERROR_BYTES": ERROR_BYTES}
     parts = [
         "\n".join(f"inline constexpr int64_t {name} = {value};" for name, value in constants.items()) + "\n",

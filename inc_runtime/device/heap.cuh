@@ -19,7 +19,20 @@ struct Team {
     __device__ int lane() const { return thread % WARP; }
     __device__ int warp() const { return thread / WARP; }
     __device__ int num_warps() const { return num_threads / WARP; }
+    // Of all warps of all blocks; neighbours are in different blocks.
+    __device__ int number_of_warp() const { return warp() * num_blocks + block; }
+    __device__ int total_warps() const { return num_warps() * num_blocks; }
     __device__ void sync() const { asm volatile("bar.sync 1, %0;" ::"r"(num_threads) : "memory"); }
+    // A barrier that returns true in every thread where `good` is true in every thread.
+    __device__ bool all(bool good) const {
+        uint32_t every;
+        asm volatile(
+            "{ .reg .pred mine, every; setp.ne.u32 mine, %1, 0; bar.red.and.pred every, 1, %2, mine; selp.u32 %0, 1, 0, every; }"
+            : "=r"(every)
+            : "r"(uint32_t(good)), "r"(num_threads)
+            : "memory");
+        return every != 0;
+    }
 };
 
 __device__ inline Team whole_block() { return {int(blockIdx.x), int(gridDim.x), int(threadIdx.x), int(blockDim.x)}; }
@@ -31,9 +44,9 @@ __device__ inline const Place& place_of(const Heap& heap, DispatchSwitchRegion r
 __device__ inline const Place& place_of(const Heap& heap, CombineSwitchRegion r) { return heap.combine_places[int(r)]; }
 
 template <class R>
-__device__ inline uint64_t offset_of(const Heap& heap, R region, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0) {
+__device__ inline uint64_t offset_of(const Heap& heap, R region, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t l = 0) {
     const Place& place = place_of(heap, region);
-    return place.offset + i * place.stride[0] + j * place.stride[1] + k * place.stride[2];
+    return place.offset + i * place.stride[0] + j * place.stride[1] + k * place.stride[2] + l * place.stride[3];
 }
 
 // A place on some PE; the region must be one of that PE's role.
@@ -47,9 +60,11 @@ __device__ inline char* address(const Heap& heap, Remote remote) {
 }
 
 template <class T, class R>
-__device__ inline T* own(const Heap& heap, R region, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0) {
-    return reinterpret_cast<T*>(address(heap, {heap.pe, offset_of(heap, region, i, j, k)}));
+__device__ inline T* own(const Heap& heap, R region, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t l = 0) {
+    return reinterpret_cast<T*>(address(heap, {heap.pe, offset_of(heap, region, i, j, k, l)}));
 }
+
+__device__ inline uint32_t every_rank(const Heap& heap) { return heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1; }
 
 __device__ inline Workspace& workspace(const Heap& heap) { return *reinterpret_cast<Workspace*>(heap.workspace); }
 

@@ -39,6 +39,12 @@ __device__ inline void store_to_all(const Heap& heap, const char* source, int nu
     }
 }
 
+// Loads of 16 bytes that a lane keeps in flight while it copies a row; a kernel with few registers defines it before.
+#if !defined(INC_LOADS_IN_FLIGHT)
+#define INC_LOADS_IN_FLIGHT 8
+#endif
+constexpr int LOADS_IN_FLIGHT = INC_LOADS_IN_FLIGHT;
+
 // Peers whose slabs this PE has mapped: plain loads and stores.
 struct DirectLink {
     static constexpr bool STAGED = false;
@@ -47,7 +53,7 @@ struct DirectLink {
     template <class TargetOf>
     static __device__ void put_row(const Heap& heap, const char* source, int num_bytes, int lane, uint32_t mask,
                                    TargetOf target_of) {
-        store_to_all<8>(heap, source, num_bytes, lane, mask, target_of);
+        store_to_all<LOADS_IN_FLIGHT>(heap, source, num_bytes, lane, mask, target_of);
     }
 
     // The same for records and headers: a multiple of 8 bytes.
@@ -129,13 +135,18 @@ __device__ inline ErrorRecord& error_record(const Heap& heap) { return *reinterp
 // True in the first thread of this PE that has something to report.
 __device__ inline bool claim_error(const Heap& heap) { return atomicCAS(&workspace(heap).error_claimed, 0u, 1u) == 0u; }
 
-// Publish the record that the claimant has filled, and raise the abort word of every PE that has none. The first abort wins.
-__device__ inline void publish_error(const Heap& heap) {
-    fence_system();
-    *const_cast<volatile uint32_t*>(&error_record(heap).state) = 1;
+// Raise the abort word of every PE in this PE's name. One thread.
+__device__ inline void raise_abort(const Heap& heap) {
     Link::quiet();
     const uint64_t offset = offset_of(heap, RankRegion::abort);  // the first region of every role
     for (int pe = 0; pe < heap.num_pes; ++pe) Link::raise(heap, {pe, offset}, signal_word(heap.pe + 1, true));
+}
+
+// Publish the record that the claimant has filled, and raise the abort words. The first abort wins.
+__device__ inline void publish_error(const Heap& heap) {
+    fence_system();
+    *const_cast<volatile uint32_t*>(&error_record(heap).state) = 1;
+    raise_abort(heap);
 }
 
 __device__ inline bool aborted(const Heap& heap) { return load_word(own<char>(heap, RankRegion::abort)) != 0; }
@@ -175,6 +186,8 @@ struct Watch {
     uint64_t magic;
     const char* stop_words;  // a switch while idle: no limit until the first arrival, ends when all ranks have stopped
     int64_t grace = 0;       // clock cycles to wait for the rest of `pending` once some have come
+    int sender = -1;         // who raises all of these flags, where lane i is not for rank i
+    uint64_t microbatch = 0; // magic that an error names, where the flags count something else
 };
 
 constexpr uint32_t POLLS_PER_CHECK = 16;       // the clock is read once in so many polls
@@ -192,7 +205,8 @@ __device__ inline void report_timeout(const Heap& heap, const Watch& watch, uint
     if (lane != 0) return;
     record.kind = uint32_t(ErrorKind::TIMEOUT);
     record.tag = uint32_t(watch.tag);
-    record.magic = watch.magic;
+    record.magic = watch.microbatch ? watch.microbatch : watch.magic;
+    record.sender = watch.sender;
     record.expected = arrival_threshold(watch.magic);
     record.missing = watch.pending & ~arrived;
     record.waited_ns = waited_ns;
@@ -271,6 +285,39 @@ __device__ inline bool finish_packet(const Heap& heap, const Team& team, Packet 
     last = __shfl_sync(ALL_LANES, last, 0);
     if (last) fence_system();
     return last;
+}
+
+// The same for a packet that one warp fills alone: it may signal afterwards.
+__device__ inline void finish_warp_packet() {
+    __syncwarp();
+    Link::quiet();
+    __syncwarp();
+}
+
+// All blocks of the team meet, so that each sees what the others wrote before. `last`, called by the first warp of the last block
+// to come, does what must be done once, and returns false after an abort; its writes are seen by all, too. `key` grows with every
+// meeting at this packet and slot. Returns false after an abort. Begins and ends with a barrier.
+template <class Last>
+__device__ inline bool meet(const Heap& heap, const Team& team, Packet packet, uint64_t slot, uint64_t key, Last last) {
+    team.sync();
+    bool good = true;
+    if (team.warp() == 0) {
+        unsigned long long* finished = reinterpret_cast<unsigned long long*>(&workspace(heap).finished[int(packet)][slot]);
+        uint64_t& met = workspace(heap).met[int(packet)][slot];
+        __threadfence();
+        int came = 0;
+        if (team.lane() == 0) came = int(atomicAdd(finished, 1ull)) + 1;
+        if (__shfl_sync(ALL_LANES, came, 0) == team.num_blocks) {
+            __threadfence();
+            if (team.lane() == 0) *finished = 0;
+            good = last(team.lane());
+            __syncwarp();
+            if (good && team.lane() == 0) store_word_of_gpu(&met, key);
+        } else {
+            for (uint32_t polls = 1; good && load_word_of_gpu(&met) < key; ++polls) good = polls % POLLS_PER_CHECK || !aborted(heap);
+        }
+    }
+    return team.all(good);
 }
 
 // Raise a flag behind `finish_packet`. One lane.

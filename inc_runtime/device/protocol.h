@@ -19,8 +19,9 @@ INC_HOST_DEVICE constexpr int64_t ceil_div(int64_t dividend, int64_t divisor) { 
 
 INC_HOST_DEVICE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-inline constexpr int64_t MAX_CHUNK_BYTES = 65536;
-inline constexpr int64_t RELAY_CELLS = 8;
+inline constexpr int64_t MAX_CHUNK_BYTES = 32768;
+inline constexpr int64_t RELAY_CELLS = 512;
+inline constexpr int64_t MIN_RELAY_CELLS = 8;
 inline constexpr int64_t HEADER_FIELDS = 8;
 inline constexpr int64_t CHUNK_FIELDS = 7;
 inline constexpr int64_t ALIGNMENT = 256;
@@ -140,16 +141,43 @@ struct Dims {
     int64_t row_element_bytes = 2;
 
     INC_HOST_DEVICE constexpr int64_t num_ranks() const { return world.num_ranks; }
-    INC_HOST_DEVICE constexpr int64_t dispatch_plane_tokens() const {
-        return ceil_div(microbatch_tokens, world.num_dispatch_switches);
-    }
-    INC_HOST_DEVICE constexpr int64_t combine_plane_tokens() const {
-        return ceil_div(microbatch_tokens, world.num_combine_switches);
-    }
+    INC_HOST_DEVICE constexpr int64_t whole_message_slots() const { return (num_relays() == 0) ? depth : 0; }
+    INC_HOST_DEVICE constexpr int64_t dispatch_planes() const { return larger(world.num_dispatch_switches, 1); }
+    INC_HOST_DEVICE constexpr int64_t combine_planes() const { return larger(world.num_combine_switches, 1); }
+    INC_HOST_DEVICE constexpr int64_t dispatch_plane_tokens() const { return ceil_div(microbatch_tokens, dispatch_planes()); }
+    INC_HOST_DEVICE constexpr int64_t combine_plane_tokens() const { return ceil_div(microbatch_tokens, combine_planes()); }
     INC_HOST_DEVICE constexpr int64_t expert_row_capacity() const {
-        return (world.num_dispatch_switches * num_ranks()) * dispatch_plane_tokens();
+        return (dispatch_planes() * num_ranks()) * dispatch_plane_tokens();
     }
-    INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const { return larger(65536 / (hidden_size * row_element_bytes), 1); }
+    INC_HOST_DEVICE constexpr int64_t rows_per_chunk() const {
+        return (num_relays() == 0)
+            ? microbatch_tokens
+            : ((32768 / (hidden_size * row_element_bytes)) > 1)
+            ? ((32768 / (hidden_size * row_element_bytes)) > microbatch_tokens)
+            ? microbatch_tokens
+            : 32768 / (hidden_size * row_element_bytes)
+            : (microbatch_tokens < 1)
+            ? microbatch_tokens
+            : 1;
+    }
+    INC_HOST_DEVICE constexpr int64_t relay_cells() const {
+        return (combine_chunks() > dispatch_chunks())
+            ? ((512 / num_ranks()) > 8)
+            ? ((512 / num_ranks()) > (((2 * depth) * num_ranks()) * combine_chunks()))
+            ? ((2 * depth) * num_ranks()) * combine_chunks()
+            : 512 / num_ranks()
+            : ((((2 * depth) * num_ranks()) * combine_chunks()) < 8)
+            ? ((2 * depth) * num_ranks()) * combine_chunks()
+            : 8
+            : ((512 / num_ranks()) > 8)
+            ? ((512 / num_ranks()) > (((2 * depth) * num_ranks()) * dispatch_chunks()))
+            ? ((2 * depth) * num_ranks()) * dispatch_chunks()
+            : 512 / num_ranks()
+            : ((((2 * depth) * num_ranks()) * dispatch_chunks()) < 8)
+            ? ((2 * depth) * num_ranks()) * dispatch_chunks()
+            : 8;
+    }
+    INC_HOST_DEVICE constexpr int64_t num_relays() const { return world.num_dispatch_switches + world.num_combine_switches; }
     INC_HOST_DEVICE constexpr int64_t dispatch_chunks() const {
         return larger(ceil_div(dispatch_plane_tokens(), rows_per_chunk()), 1);
     }
@@ -244,10 +272,12 @@ enum class RankRegion : int {
     received_partial_sums = 17,  // relay; global reduce
     partial_chunk_arrived = 18,  // relay; this rank
     relay_credits = 19,  // relay; this rank
-    chunks_sent = 20,  // this rank; this rank
-    chunk_header = 21,  // this rank; its own put
-    phase_opened = 22,  // relay; this rank
-    NUM_REGIONS = 23,
+    message_header = 20,  // this rank; its own put
+    chunks_sent = 21,  // this rank; this rank
+    chunk_header = 22,  // this rank; its own put
+    phase_opened = 23,  // relay; this rank
+    ports = 24,  // whoever moves rows through a port of this rank; the same
+    NUM_REGIONS = 25,
 };
 
 INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
@@ -272,9 +302,11 @@ INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
         case RankRegion::received_partial_sums: return {"received_partial_sums", Kind::ROWS, Element::ROW, 0x07u, false};
         case RankRegion::partial_chunk_arrived: return {"partial_chunk_arrived", Kind::FLAGS, Element::UINT64, 0x07u, false};
         case RankRegion::relay_credits: return {"relay_credits", Kind::FLAGS, Element::UINT64, 0x07u, false};
+        case RankRegion::message_header: return {"message_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case RankRegion::chunks_sent: return {"chunks_sent", Kind::CONTROL, Element::UINT64, 0x07u, false};
         case RankRegion::chunk_header: return {"chunk_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case RankRegion::phase_opened: return {"phase_opened", Kind::FLAGS, Element::UINT64, 0x04u, false};
+        case RankRegion::ports: return {"ports", Kind::CONTROL, Element::UINT64, 0x7fu, false};
         default: return {"?", Kind::CONTROL, Element::UINT8, 0u, true};
     }
 }
@@ -286,24 +318,26 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::magic: return {1, {1}};
         case RankRegion::error_record: return {1, {4096}};
         case RankRegion::tokens: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
-        case RankRegion::tokens_header: return {3, {d.depth, d.world.num_dispatch_switches, 8}};
+        case RankRegion::tokens_header: return {3, {d.depth, d.dispatch_planes(), 8}};
         case RankRegion::tokens_routing: return {2, {d.depth, d.microbatch_tokens}};
         case RankRegion::packed_tokens: return {4, {d.depth, d.num_ranks(), d.microbatch_tokens, d.hidden_size}};
         case RankRegion::expert_rows: return {3, {d.depth, d.expert_row_capacity(), d.hidden_size}};
         case RankRegion::expert_rows_routing: return {2, {d.depth, d.expert_row_capacity()}};
-        case RankRegion::expert_rows_header: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), 8}};
-        case RankRegion::expert_rows_arrived: return {3, {d.depth, d.world.num_dispatch_switches, d.senders_per_flag()}};
+        case RankRegion::expert_rows_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 8}};
+        case RankRegion::expert_rows_arrived: return {3, {d.depth, d.dispatch_planes(), d.senders_per_flag()}};
         case RankRegion::token_sums: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
-        case RankRegion::token_sums_arrived: return {2, {d.depth, d.world.num_combine_switches}};
-        case RankRegion::dispatch_grants: return {2, {d.world.num_dispatch_switches, d.ranks_per_phase}};
+        case RankRegion::token_sums_arrived: return {2, {d.depth, d.combine_planes()}};
+        case RankRegion::dispatch_grants: return {2, {d.dispatch_planes(), d.ranks_per_phase}};
         case RankRegion::barrier_released: return {1, {1}};
-        case RankRegion::expert_chunk_arrived: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), d.dispatch_chunks()}};
-        case RankRegion::received_partial_sums: return {5, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
-        case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.world.num_combine_switches, d.num_ranks(), d.combine_chunks()}};
-        case RankRegion::relay_credits: return {1, {d.world.num_dispatch_switches + d.world.num_combine_switches}};
-        case RankRegion::chunks_sent: return {1, {d.world.num_dispatch_switches + d.world.num_combine_switches}};
-        case RankRegion::chunk_header: return {3, {d.world.num_dispatch_switches + d.world.num_combine_switches, 8, 7}};
-        case RankRegion::phase_opened: return {3, {d.depth, d.world.num_combine_switches, d.num_ranks()}};
+        case RankRegion::expert_chunk_arrived: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), d.dispatch_chunks()}};
+        case RankRegion::received_partial_sums: return {5, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
+        case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_chunks()}};
+        case RankRegion::relay_credits: return {2, {d.num_relays(), d.relay_cells()}};
+        case RankRegion::message_header: return {3, {d.whole_message_slots(), d.num_ranks(), 8}};
+        case RankRegion::chunks_sent: return {1, {d.num_relays()}};
+        case RankRegion::chunk_header: return {3, {d.num_relays(), d.relay_cells(), 7}};
+        case RankRegion::phase_opened: return {3, {d.depth, d.combine_planes(), d.num_ranks()}};
+        case RankRegion::ports: return {1, {2}};
         default: return {0, {}};
     }
 }
@@ -359,11 +393,11 @@ INC_HOST_DEVICE constexpr Shape shape(DispatchSwitchRegion member, const Dims& d
         case DispatchSwitchRegion::pe_barrier: return {1, {d.world.num_pes()}};
         case DispatchSwitchRegion::magic: return {1, {1}};
         case DispatchSwitchRegion::error_record: return {1, {4096}};
-        case DispatchSwitchRegion::relay_chunk: return {3, {d.num_ranks(), 8, 7}};
-        case DispatchSwitchRegion::relay_header: return {3, {d.num_ranks(), 8, 8}};
-        case DispatchSwitchRegion::relay_routing: return {3, {d.num_ranks(), 8, d.rows_per_chunk()}};
-        case DispatchSwitchRegion::relay_rows: return {4, {d.num_ranks(), 8, d.rows_per_chunk(), d.hidden_size}};
-        case DispatchSwitchRegion::relay_arrived: return {2, {d.num_ranks(), 8}};
+        case DispatchSwitchRegion::relay_chunk: return {3, {d.num_ranks(), d.relay_cells(), 7}};
+        case DispatchSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 8}};
+        case DispatchSwitchRegion::relay_routing: return {3, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk()}};
+        case DispatchSwitchRegion::relay_rows: return {4, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk(), d.hidden_size}};
+        case DispatchSwitchRegion::relay_arrived: return {2, {d.num_ranks(), d.relay_cells()}};
         case DispatchSwitchRegion::stop: return {1, {d.num_ranks()}};
         case DispatchSwitchRegion::inbox_tokens: return {3, {d.inbox_slots(), d.dispatch_plane_tokens(), d.hidden_size}};
         case DispatchSwitchRegion::inbox_header: return {2, {d.inbox_slots(), 8}};
@@ -429,15 +463,15 @@ INC_HOST_DEVICE constexpr Shape shape(CombineSwitchRegion member, const Dims& d)
         case CombineSwitchRegion::pe_barrier: return {1, {d.world.num_pes()}};
         case CombineSwitchRegion::magic: return {1, {1}};
         case CombineSwitchRegion::error_record: return {1, {4096}};
-        case CombineSwitchRegion::relay_chunk: return {3, {d.num_ranks(), 8, 7}};
-        case CombineSwitchRegion::relay_header: return {3, {d.num_ranks(), 8, 8}};
-        case CombineSwitchRegion::relay_routing: return {3, {d.num_ranks(), 8, d.rows_per_chunk()}};
-        case CombineSwitchRegion::relay_rows: return {4, {d.num_ranks(), 8, d.rows_per_chunk(), d.hidden_size}};
-        case CombineSwitchRegion::relay_arrived: return {2, {d.num_ranks(), 8}};
+        case CombineSwitchRegion::relay_chunk: return {3, {d.num_ranks(), d.relay_cells(), 7}};
+        case CombineSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 8}};
+        case CombineSwitchRegion::relay_routing: return {3, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk()}};
+        case CombineSwitchRegion::relay_rows: return {4, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk(), d.hidden_size}};
+        case CombineSwitchRegion::relay_arrived: return {2, {d.num_ranks(), d.relay_cells()}};
         case CombineSwitchRegion::stop: return {1, {d.num_ranks()}};
-        case CombineSwitchRegion::plan_header: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), 8}};
-        case CombineSwitchRegion::plan_routing: return {4, {d.depth, d.world.num_dispatch_switches, d.num_ranks(), d.dispatch_plane_tokens()}};
-        case CombineSwitchRegion::plan_arrived: return {2, {d.depth, d.world.num_dispatch_switches}};
+        case CombineSwitchRegion::plan_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 8}};
+        case CombineSwitchRegion::plan_routing: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), d.dispatch_plane_tokens()}};
+        case CombineSwitchRegion::plan_arrived: return {2, {d.depth, d.dispatch_planes()}};
         case CombineSwitchRegion::partial_sums_ready: return {2, {d.depth, d.num_ranks()}};
         case CombineSwitchRegion::combine_requests: return {2, {d.depth, d.num_ranks()}};
         case CombineSwitchRegion::sums_out: return {3, {d.ranks_per_phase, d.combine_plane_tokens(), d.hidden_size}};

@@ -1,11 +1,12 @@
 // Gather on load: fills the row part of a stage with rows of token_rows chosen by row_to_token, by two warps with
-// 16-byte asynchronous copies, in the swizzle that the matrix descriptors read. Replaces the bulk loads of
+// 16-byte asynchronous copies, in the swizzle that the matrix warps read. Replaces the bulk loads of
 // stage 4's rows (and the grouped copy before it) where rows are not grouped in memory.
-// Waits on: row_tile_arrival as stage 4; empty[stage]. Signals: two arrivals on filled[stage] per K block.
+// Waits on: row_tile_arrival as stage 4; empty[stage]. Signals: 64 arrivals on filled[stage] per K block, each when the copies of
+// its thread have landed. Rows reach the products through registers (ldmatrix), so no proxy fence is needed.
 // Cost: 16 copies per thread and K block; results/data/expert_matmul_*.csv compares it with grouped rows.
 #pragma once
 
-#include "../stages/stage4_matmul_gate_up.cuh"
+#include "stage4_matmul_gate_up.cuh"
 
 namespace inc {
 
@@ -13,32 +14,31 @@ __device__ __forceinline__ void copy_16_bytes_async(uint32_t shared_address, con
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address), "l"(source) : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+// Arrives on `barrier` once this thread's copies so far have landed; counts as one of the arrivals it expects.
+__device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address) : "memory");
+}
+
+// Starts to bring `num_bytes`, a multiple of 16, into L2.
+__device__ __forceinline__ void prefetch_to_l2(const void* source, uint32_t num_bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(num_bytes) : "memory");
 }
 
 struct RowGatherer {
   static constexpr int WARPS = 2;
-  static constexpr int ARRIVALS = WARPS;  // per K block on filled[stage]
-  static constexpr int LAG = 2;  // K blocks issued before the first is declared filled; below NUM_STAGES
+  static constexpr int ARRIVALS = WARPS * 32;  // per K block of any tile on filled[stage]
 
-  // Makes this warp's finished copies visible to the matrix unit (another proxy, hence the fence in the threads that
-  // wrote) and says so.
-  static __device__ __forceinline__ void declare_filled(SharedStorage& shared, uint32_t stage, const BoundedWait& wait) {
-    ptx::fence_proxy_async(ptx::space_shared);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) wait.arrive(&shared.filled[stage]);
-  }
-
-  // Follows the stages of a tile that needs no gathering. It must wait for each of them: a parity cannot tell a stage from
-  // the same stage two rounds later, so a gatherer that jumped ahead would overwrite operands in use.
+  // Follows the stages of a tile that needs no gathering, and arrives for each: a gatherer that fell two rounds behind could not
+  // tell a stage from the same one later.
   static __device__ __forceinline__ void pass_tile(SharedStorage& shared, StagePosition& position, int num_k,
                                                    BoundedWait& wait) {
 #pragma unroll 1
-    for (int k = 0; k < num_k; ++k, ++position.number)
+    for (int k = 0; k < num_k; ++k, ++position.number) {
       wait.on_barrier(&shared.empty[position.slot()], position.parity() ^ 1, WaitTag::STAGE_EMPTY, k);
+      if (threadIdx.x % 32 == 0 && !wait.broken) ptx::mbarrier_arrive(&shared.filled[position.slot()], 32);
+      __syncwarp();
+    }
   }
 
   // All K blocks of one tile of stage 4. Thread t copies 16-byte piece t % 8 of rows t / 8, t / 8 + 8, ...; rows beyond the
@@ -47,12 +47,18 @@ struct RowGatherer {
                                                    const Tile& tile, StagePosition& position, BoundedWait& wait) {
     const int piece = threadIdx.x % 8;
     const int first_row = threadIdx.x % 64 / 8;
-    const __nv_bfloat16* source[16];
+    const int pieces_per_row = arguments.hidden / 8;
+    uint32_t source[16];  // in pieces of 16 bytes: half the registers of addresses
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      const int token = arguments.row_to_token[tile.first_row + min(first_row + 8 * i, tile.num_rows - 1)];
-      source[i] = arguments.token_rows + int64_t(token) * arguments.hidden + piece * 8;
+      const int row = tile.first_row + min(first_row + 8 * i, tile.num_rows - 1);
+      source[i] = uint32_t(pointer<int32_t>(arguments.row_to_token)[row]) * pieces_per_row + piece;
     }
+    const uint4* pieces = pointer<uint4>(arguments.token_rows);
+    if (tile.column_tile == 0)  // the rows come from HBM once; the blocks at the other columns of these rows find them in L2
+      for (int row = threadIdx.x % 64; row < tile.num_rows; row += 64)
+        prefetch_to_l2(pieces + uint64_t(pointer<int32_t>(arguments.row_to_token)[tile.first_row + row]) * pieces_per_row,
+                       pieces_per_row * 16);
     wait.until(WaitTag::INPUT_ROWS, tile.row_tile, [&] { return MatmulGateUp::rows_ready(arguments, tile); });
     const int num_k = MatmulGateUp::num_k_blocks(arguments);
     const bool second_half = tile.num_rows > HALF_ROWS;
@@ -65,16 +71,9 @@ struct RowGatherer {
       const uint32_t target = base + stage * (2 * ROW_BOX_BYTES);
 #pragma unroll
       for (int i = 0; i < 16; ++i)
-        if (i < 8 || second_half) copy_16_bytes_async(target + i * 8 * BOX_ROW_BYTES, source[i] + k * K_BLOCK);
-      commit_copies();
-      if (k >= LAG) {
-        wait_for_copies<LAG>();
-        declare_filled(shared, (position.number - LAG) % NUM_STAGES, wait);
-      }
+        if (i < 8 || second_half) copy_16_bytes_async(target + i * 8 * BOX_ROW_BYTES, pieces + (source[i] + k * (K_BLOCK / 8)));
+      if (!wait.broken) arrive_when_copied(&shared.filled[stage]);
     }
-    wait_for_copies<0>();
-    for (int k = max(num_k - LAG, 0); k < num_k; ++k)
-      declare_filled(shared, (position.number - (num_k - k)) % NUM_STAGES, wait);
   }
 };
 

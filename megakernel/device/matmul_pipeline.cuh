@@ -27,7 +27,8 @@ constexpr int COLUMN_BOX_BYTES = BOX_WEIGHT_ROWS * BOX_ROW_BYTES;     // 16 KB
 constexpr int CHUNK_COLUMNS = BOX_COLUMNS;                            // results leave in chunks of 64 x 64
 constexpr int MATRIX_WARPS = 8;
 
-struct alignas(1024) SharedStorage {
+// The first thing in dynamic shared memory, which begins at a multiple of 1,024: so do all boxes.
+struct SharedStorage {
   uint8_t rows[NUM_STAGES][2 * ROW_BOX_BYTES];
   uint8_t columns[NUM_STAGES][2 * COLUMN_BOX_BYTES];
   uint8_t staging[2][2][ROW_BOX_BYTES];  // [half][chunk of a pair]
@@ -88,7 +89,7 @@ __device__ __forceinline__ bool take_tile(SharedStorage& shared, TurnPosition& t
   __syncwarp();
   if (threadIdx.x % 32 == 0) wait.arrive(&shared.tile_free[slot]);
   ++turn.number;
-  return tile.num_rows > 0 && !wait.broken;
+  return tile.num_rows > 0 && !wait.failed();
 }
 
 // --- load warp, one lane ---------------------------------------------------------------------------------------
@@ -111,6 +112,15 @@ __device__ __forceinline__ void load_column_boxes(SharedStorage& shared, const C
   load_box(target + COLUMN_BOX_BYTES, map, second, k * K_BLOCK, &shared.filled[stage]);
 }
 
+// Brings K blocks of the same boxes into L2, those that the stages do not hold at once. A full warp. Weights come from HBM once
+// per microbatch, and four stages are too few to hide that way when all SMs take it.
+__device__ __forceinline__ void prefetch_column_boxes(const CUtensorMap& map, int first, int second, int num_k_blocks) {
+  for (int k = NUM_STAGES + threadIdx.x % 32; k < num_k_blocks; k += 32) {
+    prefetch_box(map, first, k * K_BLOCK);
+    prefetch_box(map, second, k * K_BLOCK);
+  }
+}
+
 __device__ __forceinline__ uint32_t row_bytes_of_stage(const Tile& tile) {
   return tile.num_rows > HALF_ROWS ? 2 * ROW_BOX_BYTES : ROW_BOX_BYTES;
 }
@@ -122,34 +132,41 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, uint32_t st
   if (threadIdx.x % 32 == 0) wait.arrive(&shared.empty[stage]);
 }
 
-// result = rows of this half times the 256 columns, over `num_k_blocks` stages. One group of products stays in flight:
-// a stage is released when the next one's products have been issued.
+// result = rows of this half times the 256 columns, over `num_k_blocks` stages. Half a K block of products stays in flight
+// while the rows of the next half are read: a stage is released when the next one's first products have been issued.
 __device__ __forceinline__ void multiply(float (&result)[ACCUMULATORS], SharedStorage& shared, StagePosition& position,
                                          int num_k_blocks, int half, BoundedWait& wait) {
-  const uint64_t rows = swizzled_descriptor(shared.rows[0] + half * ROW_BOX_BYTES);
+  constexpr int HALVES = 2, STEPS = K_BLOCK / 16 / HALVES, UNITS_PER_STEP = 2;  // 16 bf16 are 32 bytes, two units of 16
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  const uint32_t rows = static_cast<uint32_t>(__cvta_generic_to_shared(shared.rows[0] + half * ROW_BOX_BYTES));
   const uint64_t columns = swizzled_descriptor(shared.columns[0]);
-  uint32_t previous = 0;
+  uint32_t fragment[HALVES][STEPS][4];
 #pragma unroll 1
   for (int k = 0; k < num_k_blocks; ++k, ++position.number) {
     const uint32_t stage = position.slot();
     wait.on_barrier(&shared.filled[stage], position.parity(), WaitTag::STAGE_FILLED, k);
-    const uint64_t a = rows + stage * (2 * ROW_BOX_BYTES / 16);
-    const uint64_t b = columns + stage * (2 * COLUMN_BOX_BYTES / 16);
-    pin_accumulators(result);
-    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < K_BLOCK / 16; ++step)  // 16 bf16 are 32 bytes, two units of the descriptor
-      wgmma_64x256x16(result, a + 2 * step, b + 2 * step, (k | step) != 0);
-    wgmma_commit();
-    if (k > 0) {
+    for (int h = 0; h < HALVES; ++h) {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s)
+        load_matrices(fragment[h][s], rows + stage * (2 * ROW_BOX_BYTES) +
+                                          swizzled_offset(row, (h * STEPS + s) * UNITS_PER_STEP + lane / 16));
+      pin_accumulators(result);
+      wgmma_fence();
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        const uint64_t b = columns + stage * (2 * COLUMN_BOX_BYTES / 16) + (h * STEPS + s) * UNITS_PER_STEP;
+        wgmma_64x128x16<0>(result, fragment[h][s], b, (k | h | s) != 0);
+        wgmma_64x128x16<ACCUMULATORS / 2>(result, fragment[h][s], b + COLUMN_BOX_BYTES / 16, (k | h | s) != 0);
+      }
+      wgmma_commit();
       wgmma_wait<1>();
-      release_stage(shared, previous, wait);
+      if (h == 0 && k > 0) release_stage(shared, (position.number - 1) % NUM_STAGES, wait);
     }
-    previous = stage;
   }
   wgmma_wait<0>();
   pin_accumulators(result);
-  release_stage(shared, previous, wait);
+  release_stage(shared, (position.number - 1) % NUM_STAGES, wait);
 }
 
 // What a warpgroup without rows does in place of `multiply`: lets the stages pass.
@@ -159,6 +176,7 @@ __device__ __forceinline__ void skip_stages(SharedStorage& shared, StagePosition
   for (int k = 0; k < num_k_blocks; ++k, ++position.number) {
     wait.on_barrier(&shared.filled[position.slot()], position.parity(), WaitTag::STAGE_FILLED, k);
     release_stage(shared, position.slot(), wait);
+    __syncwarp();  // no lane may fall two phases of a barrier behind
   }
 }
 

@@ -2,41 +2,42 @@
 // counts in device memory; blocks draw the next number (ticket) from one atomic word, so that a slow tile, or rows that
 // arrive late, hold up one block and not a share of the work. There is no barrier across the grid.
 //
-// An expert with n rows has ceil(n / 128) row tiles; empty experts have none and cost one comparison.
+// The order covers one microbatch. An expert with n rows has ceil(n / 128) row tiles; empty experts have none and cost one comparison.
 // Order: the segments (product, expert). MatMul 1 of all experts in turn; MatMul 2 of expert e follows as soon as
 // `lag_tiles` tiles of MatMul 1 come between, so that its rows are normally complete when it starts and still in L2.
 // Inside a segment: groups of ROW_GROUP row tiles, within a group column by column, so that one sweep over an
 // expert's weights serves ROW_GROUP row tiles (at H = 2048: 8 MB of rows, of 60 MB L2).
-// A tile waits only for tiles earlier in the order, and those have been drawn by blocks that run: waits are finite for any
-// grid, resident or not.
+// A tile waits only for tiles earlier in the order, and those have been drawn by blocks that run.
 #pragma once
 
 #include <cstdint>
 
+#include "layer_arguments.h"
+
 namespace inc {
 
-constexpr int TILE_ROWS = 128;
 constexpr int ROW_GROUP = 16;        // row tiles that share one sweep over the columns
-constexpr int MAX_EXPERTS = 128;     // of one rank; bounded by the shared memory for TileOrder
-constexpr int TICKET_BITS = 24;      // of the ticket word: tiles of a launch; above them its magic
 
 enum class Product : int32_t { GATE_UP = 0, DOWN = 1 };
 
 struct Tile {
   Product product;
   int expert;
-  int row_tile;     // number of this row tile among those of all experts of the rank
+  int row_tile;     // number of this row tile among all grouped rows
   int column_tile;
   int first_row;    // in the grouped rows
   int num_rows;     // 1..128: rows of this tile that belong to the expert; 0: no tile
+  uint64_t magic;   // of its microbatch
+  bool leads;       // the first to use its weights: it brings them into L2 for the tiles of the other rows
 };
 
 // Lives in shared memory; written by one warp, then constant.
 struct TileOrder {
   int32_t num_tiles;
-  int32_t first_row_tile[MAX_EXPERTS + 1];
-  int32_t first_tile[2 * MAX_EXPERTS + 1];  // per segment
-  int16_t segment[2 * MAX_EXPERTS];         // expert * 2 + product
+  int32_t first_row_tile[MAX_LOCAL_EXPERTS + 1];
+  int32_t first_tile[2 * MAX_LOCAL_EXPERTS + 1];  // per segment
+  uint8_t segment[2 * MAX_LOCAL_EXPERTS];         // expert * 2 + product
+  static_assert(2 * MAX_LOCAL_EXPERTS <= 256);
 
   // Executed by one full warp.
   __device__ void build(const int32_t* expert_row_count, int num_experts, int columns_gate_up, int columns_down,
@@ -89,6 +90,8 @@ struct TileFinder {
   const int32_t* expert_row_count;
   int columns_gate_up;  // column tiles of the two products
   int columns_down;
+  uint64_t magic;
+  int row_tiles_before = 0;  // of the grouped rows of earlier sets
   int segment = 0;
 
   // A tile of no rows when the order has no tile `number`.
@@ -109,25 +112,27 @@ struct TileFinder {
     const int row_tile = group * ROW_GROUP + in_group - tile.column_tile * group_size;
     tile.product = static_cast<Product>(code & 1);
     tile.expert = expert;
-    tile.row_tile = first_row_tile + row_tile;
+    tile.row_tile = row_tiles_before + first_row_tile + row_tile;
     tile.first_row = expert_row_offset[expert] + row_tile * TILE_ROWS;
     tile.num_rows = min(TILE_ROWS, expert_row_count[expert] - row_tile * TILE_ROWS);
+    tile.magic = magic;
+    tile.leads = in_group == tile.column_tile * group_size;
     return tile;
   }
 };
 
-// The atomic word that tickets are drawn from: magic of the launch above TICKET_BITS, tickets drawn so far below. It
+// The atomic word that tickets are drawn from: magic of the launch above TALLY_BITS, tickets drawn so far below. It
 // only grows, so no launch has to reset it. Executed by one thread of each block.
 struct TicketWord {
   uint64_t* word;
 
   __device__ __forceinline__ void open(uint64_t magic) const {
-    atomicMax(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(magic << TICKET_BITS));
+    atomicMax(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(magic << TALLY_BITS));
   }
   // Every block starts with the tile of its own number, without drawing.
   __device__ __forceinline__ int draw() const {
     const uint64_t drawn = atomicAdd(reinterpret_cast<unsigned long long*>(word), 1ull);
-    return static_cast<int>(drawn & ((1u << TICKET_BITS) - 1)) + static_cast<int>(gridDim.x);
+    return static_cast<int>(drawn & ((1u << TALLY_BITS) - 1)) + static_cast<int>(gridDim.x);
   }
 };
 

@@ -8,8 +8,7 @@
 // Cost: 4 * num_rows * H * I operations; results/data/expert_matmul_*.csv.
 #pragma once
 
-#include "../device/expert_matmul_arguments.cuh"
-#include "../device/matmul_pipeline.cuh"
+#include "matmul_pipeline.cuh"
 #include "stage5_swiglu.cuh"
 
 namespace inc {
@@ -27,8 +26,9 @@ struct MatmulGateUp {
 
   // Load warp, all lanes: have the rows that this block loads arrived? Acquires them.
   static __device__ __forceinline__ bool rows_ready(const ExpertMatmulArguments& arguments, const Tile& tile) {
-    if (arguments.row_tile_arrival == nullptr) return true;
-    const bool ready = system_word_reached(arguments.row_tile_arrival + tile.row_tile, arguments.arrival_word);
+    if (arguments.row_tile_arrival == 0) return true;
+    const uint64_t* words = pointer<uint64_t>(arguments.row_tile_arrival);
+    const bool ready = system_word_reached(words + tile.row_tile, PIECES_PER_TILE);
     return __all_sync(~0u, ready);
   }
 
@@ -37,10 +37,17 @@ struct MatmulGateUp {
     load_row_boxes(shared, arguments.input_rows, tile, k, stage);
   }
 
+  static __device__ __forceinline__ int first_column(const ExpertMatmulArguments& arguments, const Tile& tile) {
+    return tile.expert * 2 * arguments.intermediate + tile.column_tile * ACTIVATION_COLUMNS;
+  }
   static __device__ __forceinline__ void load_columns(const ExpertMatmulArguments& arguments, SharedStorage& shared,
                                                    const Tile& tile, int k, uint32_t stage) {
-    const int gate = tile.expert * 2 * arguments.intermediate + tile.column_tile * ACTIVATION_COLUMNS;
+    const int gate = first_column(arguments, tile);
     load_column_boxes(shared, arguments.gate_up_weights, gate, gate + arguments.intermediate, k, stage);
+  }
+  static __device__ __forceinline__ void prefetch_columns(const ExpertMatmulArguments& arguments, const Tile& tile) {
+    const int gate = first_column(arguments, tile);
+    prefetch_column_boxes(arguments.gate_up_weights, gate, gate + arguments.intermediate, num_k_blocks(arguments));
   }
 
   // Matrix warpgroup: columns 0..127 of `result` are gate, 128..255 (accumulators 64..127) up.
@@ -63,7 +70,7 @@ struct MatmulGateUp {
   static __device__ __forceinline__ void store(const ExpertMatmulArguments& arguments, SharedStorage& shared,
                                                const Tile& tile, StagingPosition& first, StagingPosition& second,
                                                BoundedWait& wait) {
-    const StoreTarget target{arguments.activation_rows, arguments.activation, arguments.intermediate,
+    const StoreTarget target{arguments.activation_rows, pointer<__nv_bfloat16>(arguments.activation), arguments.intermediate,
                              tile.first_row, tile.num_rows, tile.column_tile * ACTIVATION_COLUMNS};
     store_pair(shared, first, 0, target, 0, wait);
     if (tile.num_rows > HALF_ROWS) store_pair(shared, second, 1, target, 0, wait);
@@ -74,13 +81,13 @@ struct MatmulGateUp {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       cuda::atomic_ref<uint64_t, cuda::thread_scope_device>(flags_of(arguments, tile.row_tile)[tile.column_tile])
-          .store(arguments.magic, cuda::memory_order_release);
+          .store(tile.magic, cuda::memory_order_release);
     }
   }
 
-  // One word per column tile; the activation of the row tile is complete when all have reached the launch's magic.
+  // One word per column tile; the activation of the row tile is complete when all have reached the microbatch's magic.
   static __device__ __forceinline__ uint64_t* flags_of(const ExpertMatmulArguments& arguments, int row_tile) {
-    return arguments.activation_flags + int64_t(row_tile) * num_column_tiles(arguments);
+    return pointer<uint64_t>(arguments.activation_flags) + int64_t(row_tile) * num_column_tiles(arguments);
   }
 };
 

@@ -14,8 +14,7 @@
 // results/data/collectives_*.csv, metric ingress.
 #pragma once
 
-#include <cuda_bf16.h>
-
+#include "../../inc_runtime/device/sums.cuh"
 #include "regroup.cuh"
 
 namespace inc {
@@ -26,25 +25,6 @@ constexpr int RANKS_AT_ONCE = 4, COLUMNS_AT_ONCE = 2;  // eight 16-byte loads in
 struct Pass {
     uint32_t ready, done;
 };
-
-__device__ inline void add_row_words(float (&sum)[8], uint4 words) {
-    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        sum[2 * i] += __uint_as_float(pairs[i] << 16);
-        sum[2 * i + 1] += __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-}
-
-__device__ inline uint4 round_to_bf16(const float (&sum)[8]) {
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-        pairs[i] = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-    return {pairs[0], pairs[1], pairs[2], pairs[3]};
-}
 
 // Sum one part of a token's row over the ranks of `members`. `row_at(rank)` is where that rank's part can be read. The partial
 // sum starts from and returns to `accumulator`, or ends as bfloat16 at `target`. One warp.
@@ -90,15 +70,17 @@ __device__ inline void sum_part(uint32_t members, RowAt row_at, int num_bytes, f
     }
 }
 
-// Pull and add one part of one token in one pass; return it to its owner once no rank is missing. One warp.
+// Pull and add one part of one token in one pass; return it to its owner once no rank is missing. `first_row`: of the owner's run
+// on every expert rank, where each has its own. One warp.
 __device__ inline void combine_token(const Heap& heap, const Team& team, const RegroupShared& shared, const Tile& tile,
-                                     const Pass& pass, int index, int part, int part_bytes, uint64_t slot) {
+                                     const Pass& pass, int index, int part, int part_bytes, uint64_t slot,
+                                     uint64_t first_row) {
     const uint32_t members = tile.mask[index], pulled = members & pass.ready;
     const bool complete = (members & ~(pass.ready | pass.done)) == 0, first = pass.done == 0;
     if (pulled == 0 && !(members == 0 && first)) return;
     const int token = tile.begin + index, owner = sender_of(shared, token), row = token - shared.first[owner];
     const int* rows = tile.rows + index * heap.num_ranks;
-    const uint64_t expert_rows = offset_of(heap, RankRegion::expert_rows, slot) + part * part_bytes;
+    const uint64_t expert_rows = offset_of(heap, RankRegion::expert_rows, slot, first_row) + part * part_bytes;
     const auto remote_row = [&](int rank) { return Remote{rank, expert_rows + uint64_t(rows[rank]) * heap.row_bytes}; };
     float* accumulator = reinterpret_cast<float*>(heap.accumulators) +
                          (uint64_t(owner) * heap.microbatch_tokens + row) * heap.hidden_size + part * part_bytes / 2;
@@ -122,6 +104,28 @@ __device__ inline void combine_token(const Heap& heap, const Team& team, const R
             complete ? staged : nullptr, team.lane());
         if (complete) Link::put_row(heap, staged, part_bytes, team.lane(), 1, [&](int) { return sum; });
         __syncwarp();
+    }
+}
+
+// Pull and add the tokens of one tile in one pass. All warps.
+__device__ inline void combine_tile(const Heap& heap, const Team& team, const RegroupShared& shared, const Tile& tile,
+                                    const Pass& pass, uint64_t slot, uint64_t first_row = 0) {
+    const int parts = parts_of_row(tile.num_tokens, team.num_warps(), heap.row_bytes), part_bytes = heap.row_bytes / parts;
+    const int end = tile.num_tokens * parts, step = team.num_warps(), lane = team.lane();
+    int paid = 0;
+    for (int unit = team.warp(); unit < end; unit += step) {
+        if (paced(heap) && paid-- == 0) {
+            paid = ROWS_AT_ONCE - 1;
+            pass_ports(heap, Port::EGRESS, unit, end, step, part_bytes, lane,
+                       [&](int at, int rank) { return tile.mask[at / parts] & pass.ready & 1u << rank ? 1 : 0; });
+            pass_ports(heap, Port::INGRESS, unit, end, step, part_bytes, lane, [&](int at, int rank) {
+                const uint32_t members = tile.mask[at / parts];
+                const bool complete = (members & ~(pass.ready | pass.done)) == 0, first = pass.done == 0;
+                const bool now = complete && (members & pass.ready || (members == 0 && first));
+                return now && sender_of(shared, tile.begin + at / parts) == rank ? 1 : 0;
+            });
+        }
+        combine_token(heap, team, shared, tile, pass, unit / parts, unit % parts, part_bytes, slot, first_row);
     }
 }
 
@@ -172,10 +176,8 @@ __device__ inline bool combine_run(const Heap& heap, const Team& team, const Com
     if (!run.single_tile() && !add_lower_runs(heap, team, shared, run.magic)) return false;
     for (tile.begin = run.begin; tile.begin < run.end; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, run.end - tile.begin);
-        if (!run.single_tile()) place_tile(heap, team, run.senders, shared, tile, run.magic);
-        const int parts = parts_of_row(tile.num_tokens, team.num_warps(), heap.row_bytes), part_bytes = heap.row_bytes / parts;
-        for (int unit = team.warp(); unit < tile.num_tokens * parts; unit += team.num_warps())
-            combine_token(heap, team, shared, tile, pass, unit / parts, unit % parts, part_bytes, run.slot);
+        if (!run.single_tile()) place_tile(heap, team, run.senders, shared, tile);
+        combine_tile(heap, team, shared, tile, pass, run.slot);
     }
     return true;
 }
@@ -194,7 +196,9 @@ __device__ inline Outcome serve_combine_microbatch(const Heap& heap, const Team&
     const Senders senders{own<char>(heap, CombineSwitchRegion::plan_header, slot, 0, 0),
                           place_of(heap, CombineSwitchRegion::plan_header).stride[2],
                           own<char>(heap, CombineSwitchRegion::plan_routing, slot, 0, 0),
-                          place_of(heap, CombineSwitchRegion::plan_routing).stride[2], Tag::COMBINE_PLAN};
+                          place_of(heap, CombineSwitchRegion::plan_routing).stride[2],
+                          Tag::COMBINE_PLAN,
+                          magic};
     open_microbatch(heap, team, watch, senders, arguments.replay_plan, shared);
     if (shared.outcome != Outcome::ARRIVED || shared.num_blocks == 0) return shared.outcome;
     const int num_blocks = shared.num_blocks, num_tokens = shared.first[heap.num_ranks];
@@ -204,9 +208,9 @@ __device__ inline Outcome serve_combine_microbatch(const Heap& heap, const Team&
     if (run.single_tile()) {
         if (!add_lower_runs(heap, team, shared, magic)) return Outcome::ABORTED;
         tile.begin = run.begin, tile.num_tokens = run.end - run.begin;
-        place_tile(heap, team, senders, shared, tile, magic);
+        place_tile(heap, team, senders, shared, tile);
     }
-    uint32_t pending = heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
+    uint32_t pending = every_rank(heap);
     Pass pass{0, 0};
     uint64_t arrived_ns = 0;
     while (pending) {

@@ -10,35 +10,29 @@
 // not measured alone yet.
 #pragma once
 
-#include "../../inc_runtime/device/one_sided.cuh"
+#include "../../inc_runtime/device/microbatch.cuh"
+#include "../../inc_runtime/device/routing.cuh"
+#include "timeline.cuh"
 
 namespace inc {
 
 constexpr int SWITCH_THREADS = 512;
 constexpr int SWITCH_WARPS = SWITCH_THREADS / WARP;
 
-// The rule of LayerShape.experts_of_rank: contiguous, the first E mod W ranks hold one more.
-struct ExpertOwners {
-    int num_experts, small, extra;
-
-    __device__ int rank_of(int expert) const {
-        const int cut = extra * (small + 1);
-        return expert < cut ? expert / (small + 1) : extra + (expert - cut) / small;
-    }
-};
-
-__device__ inline ExpertOwners expert_owners(int num_experts, int num_ranks) {
-    return {num_experts, num_experts / num_ranks, num_experts % num_ranks};
-}
-
-// Headers and records of all senders of one microbatch, as they stand in this heap.
+// Headers and records of the senders of one packet, as they stand in this heap: of all ranks, or of one when phased.
 struct Senders {
     const char* headers;
     uint64_t header_stride;
     const char* records;
     uint64_t record_stride;  // from one sender's records to the next's
     Tag tag;
+    uint64_t magic;
+    uint32_t members = ALL_LANES;  // the ranks whose header counts
 };
+
+// Where the blocks keep what they tell each other about a packet. `key` grows by one with every packet of a switch: magic, or the
+// number of the job when phased; blocks are never MAX_DEPTH packets apart.
+__device__ inline uint64_t ring_of(uint64_t key) { return key % MAX_DEPTH; }
 
 struct RegroupShared {
     int first[MAX_RANKS + 1];   // number of the first token of each sender; the last entry is the number of tokens
@@ -74,43 +68,25 @@ __device__ inline int64_t header_field(const Senders& senders, int sender, int f
     return reinterpret_cast<const int64_t*>(senders.headers + sender * senders.header_stride)[field];
 }
 
-// Refuse a header that disagrees with the heap or with sender 0's. Twin: check_header in serving.py. One lane per sender.
-__device__ inline bool check_header(const Heap& heap, const Senders& senders, int sender, const int64_t (&header)[HEADER_FIELDS],
-                                    const int64_t (&first)[HEADER_FIELDS], uint64_t magic) {
-    int bad = -1;
-    int64_t expected = 0, seen = 0;
-#pragma unroll
-    for (int field = 0; field < HEADER_FIELDS; ++field) {
-        int64_t wanted = first[field];
-        if (field == Header::STEP) wanted = magic;
-        if (field == Header::MICROBATCH_TOKENS) wanted = heap.microbatch_tokens;
-        if (field == Header::HIDDEN_SIZE) wanted = heap.hidden_size;
-        bool good = header[field] == wanted || field == Header::LAYER;
-        if (field == Header::NUM_ROWS) good = header[field] >= 0 && header[field] <= heap.microbatch_tokens;
-        if (!good) bad = field, expected = wanted, seen = header[field];
-    }
-    if (bad >= 0) report_value(heap, ErrorKind::MISMATCH, senders.tag, magic, sender, bad, expected, seen);
-    return bad < 0;
-}
-
 // Read all headers; the first warp. Returns false where one is refused: then this PE has aborted.
-__device__ inline bool read_headers(const Heap& heap, const Senders& senders, uint64_t magic, bool replayed,
-                                    RegroupShared& shared, int lane) {
+__device__ inline bool read_headers(const Heap& heap, const Senders& senders, bool replayed, RegroupShared& shared, int lane) {
     int64_t header[HEADER_FIELDS] = {}, first[HEADER_FIELDS];
-    const bool sends = lane < heap.num_ranks;
+    const bool rank = lane < heap.num_ranks, sends = rank && senders.members >> lane & 1;
+    const int first_sender = __ffs(senders.members) - 1;
 #pragma unroll
     for (int field = 0; field < HEADER_FIELDS; ++field) {
         if (sends) header[field] = header_field(senders, lane, field);
-        first[field] = __shfl_sync(ALL_LANES, header[field], 0);
+        first[field] = __shfl_sync(ALL_LANES, header[field], first_sender);
     }
-    const bool good = !sends || check_header(heap, senders, lane, header, first, replayed ? first[Header::STEP] : magic);
+    const bool good = !sends || check_header(heap, senders.tag, lane, header, first,
+                                             replayed ? first[Header::STEP] : senders.magic);
     if (!__all_sync(ALL_LANES, good)) return false;
     int rows = int(header[Header::NUM_ROWS]);
     for (int step = 1; step < WARP; step *= 2) {
         const int lower = __shfl_up_sync(ALL_LANES, rows, step);
         if (lane >= step) rows += lower;
     }
-    if (sends) shared.first[lane + 1] = rows;
+    if (rank) shared.first[lane + 1] = rows;
     if (lane == 0) shared.first[0] = 0, shared.num_experts = int(first[Header::NUM_EXPERTS]);
     __syncwarp();
     return true;
@@ -132,14 +108,14 @@ __device__ inline Outcome part_of_word(uint64_t word, uint64_t magic, int block,
 // for. All threads; afterwards `shared.outcome`, `num_blocks` and `first` hold for the block.
 __device__ inline void open_microbatch(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders,
                                        bool replayed, RegroupShared& shared) {
-    uint64_t& opened = workspace(heap).opened[slot_of(watch.magic, heap.depth)];
+    uint64_t& opened = workspace(heap).opened[ring_of(watch.magic)];
     const int lane = team.lane();
     if (team.thread < WARP) {
         Outcome outcome = Outcome::ARRIVED;
         int num_blocks = 0;
         if (team.block == 0) {
             outcome = poll(heap, watch, lane).outcome;
-            if (outcome == Outcome::ARRIVED && !read_headers(heap, senders, watch.magic, replayed, shared, lane))
+            if (outcome == Outcome::ARRIVED && !read_headers(heap, senders, replayed, shared, lane))
                 outcome = Outcome::ABORTED;
             if (outcome == Outcome::ARRIVED) num_blocks = blocks_for(heap, team, shared);
             if (lane == 0 && outcome != Outcome::ABORTED) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
@@ -151,7 +127,7 @@ __device__ inline void open_microbatch(const Heap& heap, const Team& team, const
                 if (polls > POLLS_BEFORE_SLEEP) __nanosleep(IDLE_SLEEP_NS);
             }
             outcome = word >> 16 < watch.magic ? Outcome::ABORTED : part_of_word(word, watch.magic, team.block, num_blocks);
-            if (num_blocks && !read_headers(heap, senders, watch.magic, replayed, shared, lane)) outcome = Outcome::ABORTED;
+            if (num_blocks && !read_headers(heap, senders, replayed, shared, lane)) outcome = Outcome::ABORTED;
         }
         if (lane == 0) shared.outcome = outcome, shared.num_blocks = num_blocks;
         if (lane < heap.num_ranks) shared.before[lane] = 0;
@@ -162,19 +138,19 @@ __device__ inline void open_microbatch(const Heap& heap, const Team& team, const
 // The same without waiting: true in all threads if the microbatch is there already and this block takes part in it.
 __device__ inline bool try_to_open(const Heap& heap, const Team& team, const Watch& watch, const Senders& senders,
                                    RegroupShared& shared) {
-    uint64_t& opened = workspace(heap).opened[slot_of(watch.magic, heap.depth)];
+    uint64_t& opened = workspace(heap).opened[ring_of(watch.magic)];
     const int lane = team.lane();
     if (team.thread < WARP) {
         int num_blocks = 0;
         if (team.block == 0) {
             const bool here =
                 lane >= heap.num_ranks || load_word(watch.flags + lane * watch.stride) >= arrival_threshold(watch.magic);
-            if (__all_sync(ALL_LANES, here) && read_headers(heap, senders, watch.magic, false, shared, lane))
+            if (__all_sync(ALL_LANES, here) && read_headers(heap, senders, false, shared, lane))
                 num_blocks = blocks_for(heap, team, shared);
             if (lane == 0 && num_blocks) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
         } else {
             part_of_word(load_word_of_gpu(&opened), watch.magic, team.block, num_blocks);
-            if (num_blocks && !read_headers(heap, senders, watch.magic, false, shared, lane)) num_blocks = 0;
+            if (num_blocks && !read_headers(heap, senders, false, shared, lane)) num_blocks = 0;
         }
         if (lane == 0) shared.outcome = Outcome::ARRIVED, shared.num_blocks = num_blocks;
         if (lane < heap.num_ranks) shared.before[lane] = 0;
@@ -200,45 +176,25 @@ __device__ inline const char* record_of(const Heap& heap, const Senders& senders
     return senders.records + sender * senders.record_stride + uint64_t(token - shared.first[sender]) * heap.record_bytes;
 }
 
-// The expert ranks that need a token. An expert that does not exist is reported and reaches nobody.
-__device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token,
-                                          uint64_t magic) {
-    constexpr int AT_ONCE = 8;  // ids loaded before the first is looked at
-    if (!heap.selective) return heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1;
+// The expert ranks that need a token.
+__device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token) {
     const int sender = sender_of(shared, token);
-    const int* experts = reinterpret_cast<const int*>(record_of(heap, senders, shared, token, sender) +
-                                                      RoutingRecord::expert_ids_offset(heap.top_k));
-    const ExpertOwners owners = expert_owners(shared.num_experts, heap.num_ranks);
-    uint32_t mask = 0;
-    int bad = -1;
-    for (int start = 0; start < heap.top_k; start += AT_ONCE) {
-        int ids[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) ids[i] = start + i < heap.top_k ? experts[start + i] : -1;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            if (ids[i] >= 0 && ids[i] < owners.num_experts)
-                mask |= 1u << owners.rank_of(ids[i]);
-            else if (ids[i] != -1)
-                bad = ids[i];
-        }
-    }
-    if (bad != -1)
-        report_value(heap, ErrorKind::BAD_EXPERT, senders.tag, magic, sender, token - shared.first[sender], owners.num_experts,
-                     bad);
-    return mask;
+    const int32_t* ids = reinterpret_cast<const int32_t*>(record_of(heap, senders, shared, token, sender) +
+                                                          RoutingRecord::expert_ids_offset(heap.top_k));
+    return ranks_of_token(heap, expert_owners(shared.num_experts, heap.num_ranks), ids, heap.top_k, senders.tag, senders.magic,
+                          sender, token - shared.first[sender]);
 }
 
 // Count the rows of each rank in this block's run and tell the other blocks. Every block that takes part calls it, behind a
 // barrier.
 __device__ inline void count_run(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared,
-                                 uint64_t magic) {
+                                 uint64_t key) {
     if (shared.num_blocks == 1) return;
     const int2 run = run_of_block(heap, team, shared);
     const int lane = team.lane();
     int rows_of_lane = 0;
     for (int token = run.x + team.warp() * WARP; token < run.y; token += team.num_threads) {
-        const uint32_t mask = token + lane < run.y ? ranks_of_token(heap, senders, shared, token + lane, magic) : 0;
+        const uint32_t mask = token + lane < run.y ? ranks_of_token(heap, senders, shared, token + lane) : 0;
         for (int rank = 0; rank < heap.num_ranks; ++rank) {
             const int rows = __popc(__ballot_sync(ALL_LANES, mask >> rank & 1));
             if (lane == rank) rows_of_lane += rows;
@@ -247,30 +203,28 @@ __device__ inline void count_run(const Heap& heap, const Team& team, const Sende
     shared.warp_rows[team.warp()][lane] = rows_of_lane;
     team.sync();
     if (team.warp() != 0) return;
-    const uint64_t slot = slot_of(magic, heap.depth);
     int total = 0;
     for (int warp = 0; warp < team.num_warps(); ++warp) total += shared.warp_rows[warp][lane];
-    workspace(heap).counted_rows[slot][team.block][lane] = total;
+    workspace(heap).counted_rows[ring_of(key)][team.block][lane] = total;
     __syncwarp();
-    if (lane == 0) store_word_of_gpu(&workspace(heap).counted[slot][team.block], magic);
+    if (lane == 0) store_word_of_gpu(&workspace(heap).counted[ring_of(key)][team.block], key);
 }
 
 // Let `shared.before` hold the rows of each rank before this block's run: the counts of the blocks before it. Returns false after
 // an abort. Begins and ends with a barrier.
-__device__ inline bool add_lower_runs(const Heap& heap, const Team& team, RegroupShared& shared, uint64_t magic) {
+__device__ inline bool add_lower_runs(const Heap& heap, const Team& team, RegroupShared& shared, uint64_t key) {
     const int lane = team.lane(), lower_blocks = shared.num_blocks == 1 ? 0 : team.block;
     team.sync();
     if (team.warp() == 0) {
-        const uint64_t slot = slot_of(magic, heap.depth);
         bool good = true;
         for (int other = lane; other < lower_blocks; other += WARP)
-            for (uint32_t polls = 1; good && load_word_of_gpu(&workspace(heap).counted[slot][other]) < magic; ++polls)
+            for (uint32_t polls = 1; good && load_word_of_gpu(&workspace(heap).counted[ring_of(key)][other]) < key; ++polls)
                 good = polls % POLLS_PER_CHECK || !aborted(heap);
         good = __all_sync(ALL_LANES, good);
         __syncwarp();
         int before = 0;
         for (int other = 0; other < lower_blocks; ++other)
-            before += *reinterpret_cast<volatile uint32_t*>(&workspace(heap).counted_rows[slot][other][lane]);
+            before += *reinterpret_cast<volatile uint32_t*>(&workspace(heap).counted_rows[ring_of(key)][other][lane]);
         if (lane < heap.num_ranks) shared.before[lane] = before;
         if (lane == 0 && !good) shared.outcome = Outcome::ABORTED;
     }
@@ -279,12 +233,12 @@ __device__ inline bool add_lower_runs(const Heap& heap, const Team& team, Regrou
 }
 
 // Fill one tile and advance `shared.before` over it. Begins and ends with a barrier.
-__device__ inline void place_tile(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared, Tile& tile,
-                                  uint64_t magic) {
+__device__ inline void place_tile(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared,
+                                  Tile& tile) {
     const int warp = team.warp(), lane = team.lane(), num_ranks = heap.num_ranks;
     team.sync();
     const bool present = team.thread < tile.num_tokens;
-    const uint32_t mask = present ? ranks_of_token(heap, senders, shared, tile.begin + team.thread, magic) : 0;
+    const uint32_t mask = present ? ranks_of_token(heap, senders, shared, tile.begin + team.thread) : 0;
     if (present) tile.mask[team.thread] = mask;
     for (int rank = 0; rank < num_ranks; ++rank) {
         const uint32_t need = __ballot_sync(ALL_LANES, mask >> rank & 1);
@@ -312,13 +266,6 @@ __device__ inline void place_tile(const Heap& heap, const Team& team, const Send
         }
     }
     team.sync();
-}
-
-// Note in the timeline when the tokens of a microbatch were there and when its words went out. One thread.
-__device__ inline void record_moment(const SwitchArguments& arguments, uint64_t magic, uint64_t arrived_ns, int num_tokens) {
-    if (!arguments.timeline) return;
-    SwitchMoment* timeline = reinterpret_cast<SwitchMoment*>(arguments.timeline);
-    timeline[magic % arguments.timeline_length] = {magic, arrived_ns, timer_ns(), uint64_t(num_tokens)};
 }
 
 }  // namespace inc

@@ -91,6 +91,14 @@ def test_a_relayed_collective_crosses_the_switch_with_w_squared_packets_in_and_o
     assert counters.combine_packets == 2 * W * W * planes * M
 
 
+def test_without_switches_every_rank_sends_one_message_to_every_rank_and_one_back() -> None:
+    events = run(Model.ALL_TO_ALL, PIPELINE, World(W, 0, 0))
+    rows = {name: sum(e.rows for e in events if e.name == name) for name in ("expert_chunk_arrived", "partial_chunk_arrived")}
+    messages = Counter(event.name for event in events if event.name in rows)
+    assert set(messages.values()) == {W * W * M}
+    assert set(rows.values()) == {sum(copies(Model.ALL_TO_ALL, rank) for rank in range(W))}
+
+
 @pytest.mark.parametrize("model", [m for m in IN_NETWORK if m.phased], **by_name)
 def test_a_phased_inc_collective_relays_each_microbatch_of_a_rank_by_itself(model: Model) -> None:
     """Dispatch: W in, W out for each sender. Combine: W_x pulls for each owner at G = 1, one per rank at G = W; one back."""
@@ -184,15 +192,15 @@ def test_logical_bytes_are_rows_and_wire_bytes_are_explained_to_the_last(model: 
 
 
 @pytest.mark.parametrize("model", RELAYED, **by_name)
-def test_relayed_chunks_hold_at_most_64_kib_and_are_as_few_as_that_allows(model: Model) -> None:
-    """H = 8,192: four rows of 16 KiB to a chunk; messages of up to nine rows."""
+def test_relayed_chunks_hold_at_most_32_kib_and_are_as_few_as_that_allows(model: Model) -> None:
+    """H = 8,192: two rows of 16 KiB to a chunk; messages of up to nine rows."""
     shape, bound = LayerShape(4, 2, 8192, 1), 9 * 3
     call = draw_call(np.random.default_rng(0), shape, [bound, 5], "uniform", 2)
     _, simulation = simulate(layer_of(shape), model, Pipeline(bound, 9, 1), World(2), [call])
     chunks: dict[tuple, list[Event]] = {}
     for event in simulation.events():
         if event.name in ("expert_chunk_arrived", "partial_chunk_arrived"):
-            assert event.row_bytes <= 64 * 1024
+            assert event.row_bytes <= 32 * 1024
             chunks.setdefault((event.name, event.peer, event.magic), []).append(event)
     largest = 0
     for rank in range(2):
@@ -201,13 +209,13 @@ def test_relayed_chunks_hold_at_most_64_kib_and_are_as_few_as_that_allows(model:
             for sender in range(2):
                 ids = call[sender].expert_ids[microbatch * 9 : (microbatch + 1) * 9]
                 rows = (ids // 2 == rank).any(axis=1).sum() if model.selective else len(ids)
-                expected.append(max(1, ceil(int(rows) / 4)))
+                expected.append(max(1, ceil(int(rows) / 2)))
             largest = max(largest, *expected)
             assert len(chunks["expert_chunk_arrived", rank, microbatch + 1]) == sum(expected)
-    assert largest == 3
+    assert largest == 5
     into = [e for e in simulation.events() if e.name == "relay_arrived"]
     assert len(into) == sum(map(len, chunks.values())), "every chunk goes in once and out once"
-    assert max(e.wire_bytes for e in into) <= 64 * 1024 + 7 * 8 + HEADER + 4 * (8 + 8 * 2) + WORD
+    assert max(e.wire_bytes for e in into) <= 32 * 1024 + 7 * 8 + HEADER + 2 * (8 + 8 * 2) + WORD
 
 
 def steps(model: Model, ranks_per_phase: int = 1, barrier: bool = False) -> tuple[float, float]:

@@ -10,6 +10,8 @@ import pytest
 
 from inc_runtime import heap_layout
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline, SumOrder
+from inc_runtime.errors import ConfigurationError
+from inc_runtime.heap_layout import Dims
 from inc_runtime.protocol import World
 from tests.expected import check_outputs
 from tests.routings import COUNTS, ROUTINGS, draw_call, layer_of
@@ -85,6 +87,20 @@ def test_several_switches_per_role_share_the_tokens_of_a_microbatch(
     """m_b = 5 is no multiple of the planes; at m_b = 1 all but the first plane have no tokens at all."""
     for microbatch_tokens in (5, 1):
         run(model, world=World(2, *planes), microbatch_tokens=microbatch_tokens, depth=1, counts="ragged")
+
+
+@pytest.mark.parametrize("routing", list(ROUTINGS))
+@pytest.mark.parametrize("model", **named([m for m in MODELS if not m.in_network and not m.phased]))
+def test_without_switches_the_ranks_of_a_plain_model_reach_each_other(model: CommunicationModel, routing: str) -> None:
+    for counts in COUNTS:
+        for num_ranks in (1, 3):
+            run(model, routing=routing, counts=counts, seeds=1, world=World(num_ranks, 0, 0), microbatch_tokens=3, depth=2)
+
+
+@pytest.mark.parametrize("model", **named([m for m in MODELS if m.in_network or m.phased]))
+def test_other_models_are_refused_without_switches(model: CommunicationModel) -> None:
+    with pytest.raises(ConfigurationError, match="needs a switch of each role"):
+        Dims.of(model, World(3, 0, 0), SHAPE, Pipeline(2, 2))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])

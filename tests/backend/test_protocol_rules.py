@@ -32,6 +32,7 @@ from tests.mutants import (
     Setting,
     caught,
     model_of,
+    run,
     without_quiet_in,
 )
 from tests.routings import draw_call
@@ -195,6 +196,23 @@ def test_sums_that_are_overwritten_while_a_put_still_reads_them_are_caught(
 
 def test_a_phased_dispatch_that_frees_a_place_while_it_is_read_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     caught(INC_PHASED, monkeypatch, without_quiet_in("multicast"))
+
+
+def test_an_expert_rank_that_takes_a_later_word_for_this_microbatch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a barrier a sender that brought nothing may be a ring ahead of a slow expert rank."""
+    original = inc_all_to_all_phased.wait_for_expert_rows
+
+    def slow(pe, call, magic):
+        if pe.pe == 1:
+            pe.simulation.sleep(1000.0)
+        return original(pe, call, magic)
+
+    setting = replace(INC_PHASED, depth=1, nothing_in=(0, 2), barrier=False, jitter_us=0.0)
+    monkeypatch.setattr(inc_all_to_all_phased, "wait_for_expert_rows", slow)
+    run(setting, 0)
+    monkeypatch.setattr(inc_all_to_all_phased, "brought_rows", lambda word, magic: has_payload(word))
+    with pytest.raises((AssertionError, IncError)):
+        run(setting, 0)
 
 
 @pytest.mark.parametrize("setting", [RELAYED, Setting(Model.ALL_TO_ALL_PHASED)], **model_of)

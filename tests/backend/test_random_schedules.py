@@ -23,6 +23,7 @@ def run_case(model: CommunicationModel, seed: int) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(heap_layout, "MAX_CHUNK_BYTES", row_bytes << seed % 3)
+            patch.setattr(heap_layout, "RELAY_CELLS", 0)  # the least number of cells, so that senders wait for credits
             outputs, _ = simulate(
                 case.layers[0],
                 model,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,13 +25,31 @@ from inc_runtime.protocol import Role, World
 from switch_emulator.launch_switch import RunningSwitch
 from tests.gpu.expected import Case, expected
 
-ONLY_ON_THE_HOST = {"stop"}
-STAGING = {"tokens", "sums_out"}
+ONLY_ON_THE_HOST, ONLY_ON_GPUS = {"stop"}, {"ports"}
+STAGING = {"tokens", "packed_tokens", "sums_out"}
 """Sources of puts, which a direct link does not need: it stores from where the rows are."""
+BY_ARRIVAL = {
+    True: {"dispatch_grants", "inbox_tokens", "inbox_header", "inbox_routing"},
+    False: {"dispatch_grants", "chunk_header", "relay_chunk", "relay_rows", "relay_arrived"},
+}
+"""Phased, by whether in the network: regions whose last bytes depend on the order of requests, hence which place, which cell."""
 LIMIT_S = 60.0
+MODELS = (
+    CommunicationModel.INC_ALL_TO_ALL,
+    CommunicationModel.ALL_TO_ALL,
+    CommunicationModel.INC_ALL_TO_ALL_PHASED,
+    CommunicationModel.ALL_TO_ALL_PHASED,
+)
+
+ALL_TO_EVERY_RANK = {
+    CommunicationModel.INC_ALL_TO_ALL: CommunicationModel.INC_ALL_GATHER_REDUCE_SCATTER,
+    CommunicationModel.ALL_TO_ALL: CommunicationModel.ALL_GATHER_REDUCE_SCATTER,
+    CommunicationModel.INC_ALL_TO_ALL_PHASED: CommunicationModel.INC_ALL_GATHER_REDUCE_SCATTER_PHASED,
+}
+"""The model whose programs are the same, with every token to every rank."""
 
 
-def parity_cases(num_ranks: int) -> list[Case]:
+def parity_cases(num_ranks: int, model: CommunicationModel, group: int = 1) -> list[Case]:
     small = LayerShape(num_experts=4 * num_ranks + 1, top_k=4, hidden_size=64, intermediate_size=64)
     olmoe = LayerShape(num_experts=64, top_k=8, hidden_size=2048, intermediate_size=1024)
     one = Pipeline(bound_tokens=8, microbatch_tokens=8, depth=3)
@@ -42,21 +61,27 @@ def parity_cases(num_ranks: int) -> list[Case]:
     full = tuple((100,) * num_ranks for _ in range(2))
     filled = tuple((2500,) * num_ranks for _ in range(2))
     nobody = ((0,) * num_ranks, (1,) * num_ranks, (0,) * num_ranks)
-    everywhere = CommunicationModel.INC_ALL_GATHER_REDUCE_SCATTER
+    cases = [
+        Case("one microbatch a call, uneven tokens", small, one, uneven, model),
+        Case("eight microbatches a call, rank order", small, several, many, model),
+        Case("olmoe rows", olmoe, one, uneven[:4], model),
+        Case("olmoe rows, every warp busy", olmoe, wide, full, model),
+        Case("several tiles a block", small, tiles, filled, model),
+        Case("nobody has tokens", small, one, nobody, model),
+    ]
+    if everywhere := ALL_TO_EVERY_RANK.get(model):
+        cases.append(Case("every rank gets every token", small, one, uneven[:4], everywhere))
+    if not model.phased:
+        return cases
     return [
-        Case("one microbatch a call, uneven tokens", small, one, uneven),
-        Case("eight microbatches a call, rank order", small, several, many),
-        Case("olmoe rows", olmoe, one, uneven[:4]),
-        Case("olmoe rows, every warp busy", olmoe, wide, full),
-        Case("several tiles a block", small, tiles, filled),
-        Case("nobody has tokens", small, one, nobody),
-        Case("every rank gets every token", small, one, uneven[:4], everywhere),
+        replace(case, name=f"G = {group}, {case.name}", pipeline=replace(case.pipeline, ranks_per_phase=group)) for case in cases
     ]
 
 
-def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs) -> list[str]:
+def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs, model: CommunicationModel) -> list[str]:
     """Regions whose bytes differ, with the first place."""
-    skipped = ONLY_ON_THE_HOST | (STAGING if verbs is Verbs.DIRECT else set())
+    skipped = ONLY_ON_THE_HOST | ONLY_ON_GPUS | (STAGING if verbs is Verbs.DIRECT else set())
+    skipped |= BY_ARRIVAL[model.in_network] if model.phased else set()
     found = []
     for name, seen in heap.snapshot().items():
         if name in skipped:
@@ -67,9 +92,10 @@ def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs) -> 
     return found
 
 
-def check_parity(job: NvshmemJob, case: Case, verbs: Verbs) -> list[str]:
+def check_parity(job: NvshmemJob, case: Case, verbs: Verbs, rank_port_gbps: float) -> list[str]:
     """Compare every region of this PE with the role programs after each call. Returns what differs."""
     heap = DeviceHeap(job, case.layout(job.world), verbs=verbs, poison=True)
+    heap.pace_ports(rank_port_gbps)
     switch = None if heap.role is Role.COMPUTE_RANK else RunningSwitch(heap, case.pipeline.sum_order)
     problems = []
     for call in range(len(case.num_tokens)):
@@ -82,7 +108,7 @@ def check_parity(job: NvshmemJob, case: Case, verbs: Verbs) -> list[str]:
                 problems.append(f"call {call}: output differs")
         job.barrier()
         heap.check()
-        problems += [f"call {call}: {text}" for text in differing(heap, memory[job.pe], verbs)]
+        problems += [f"call {call}: {text}" for text in differing(heap, memory[job.pe], verbs, case.model)]
         job.barrier()
     stop(job, heap, switch)
     return problems
@@ -106,29 +132,52 @@ def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:
     return not any(everyone)
 
 
-def run_parity(job: NvshmemJob, verbs: Verbs) -> bool:
+def run_parity(job: NvshmemJob, model: CommunicationModel, verbs: Verbs, rank_port_gbps: float) -> bool:
     good = True
-    for case in parity_cases(job.world.num_ranks):
-        good &= report(job, f"parity, {verbs.value} verbs: {case.name}", check_parity(job, case, verbs))
+    for group in (1, 2, job.world.num_ranks) if model.phased else (1,):
+        for case in parity_cases(job.world.num_ranks, model, group):
+            name = f"parity, {case.model.value}, {verbs.value} verbs: {case.name}"
+            good &= report(job, name, check_parity(job, case, verbs, rank_port_gbps))
     return good
 
 
-def run_stress(
-    job: NvshmemJob, num_microbatches: int, delay_us: float, microbatch_tokens: int, depth: int, order: SumOrder
-) -> bool:
+@dataclass(frozen=True)
+class Stress:
+    """One long run of hashed tokens. `share` of the microbatches that the user asks for."""
+
+    delay_us: float
+    microbatch_tokens: int
+    depth: int
+    order: SumOrder = SumOrder.ARRIVAL
+    share: float = 1.0
+    ranks_per_phase: int = 1
+    barrier: bool = True
+
+
+STRESSES = (
+    Stress(20.0, 3, 3, ranks_per_phase=2),
+    Stress(0.0, 1, 1, SumOrder.RANK),
+    Stress(0.0, 5, 4, barrier=False),
+    Stress(5.0, 150, 3, share=0.02),  # messages of several chunks, more than a sender has cells
+)
+
+
+def run_stress(job: NvshmemJob, model: CommunicationModel, stress: Stress, num_microbatches: int) -> bool:
     """Back-to-back microbatches of hashed tokens; every received row and every sum is compared on the device."""
     shape = LayerShape(num_experts=64, top_k=8, hidden_size=512, intermediate_size=64)
-    pipeline = Pipeline(num_microbatches * microbatch_tokens, microbatch_tokens, depth=depth, sum_order=order)
-    case = Case("stress", shape, pipeline, ((pipeline.bound_tokens,) * job.world.num_ranks,))
+    size = stress.microbatch_tokens
+    pipeline = Pipeline(num_microbatches * size, size, depth=stress.depth, sum_order=stress.order)
+    pipeline = replace(pipeline, ranks_per_phase=stress.ranks_per_phase, barrier_after_dispatch=stress.barrier)
+    case = Case("stress", shape, pipeline, ((pipeline.bound_tokens,) * job.world.num_ranks,), model)
     heap = DeviceHeap(job, case.layout(job.world), poison=True)
-    switch = None if heap.role is Role.COMPUTE_RANK else RunningSwitch(heap, order)
+    switch = None if heap.role is Role.COMPUTE_RANK else RunningSwitch(heap, stress.order)
     problems, begin = [], time.monotonic()
     job.barrier()
     if switch is None:
         rng = np.random.default_rng(job.pe)
         n = pipeline.bound_tokens
         given = RoutedTokens(np.zeros((n, shape.hidden_size), "u2"), rng.integers(-1, 64, (n, 8)), np.zeros((n, 8)))
-        call = Exchange(heap, shape, pipeline, given, verify=True, seed=7, delay_us=delay_us).start()
+        call = Exchange(heap, shape, pipeline, given, verify=True, seed=7, delay_us=stress.delay_us).start()
         done = call.finish(limit_s=240)
         if done.wrong_rows or done.wrong_sums:
             problems.append(f"{done.wrong_rows} wrong words in rows, {done.wrong_sums} in sums")
@@ -136,21 +185,21 @@ def run_stress(
     seconds = time.monotonic() - begin
     heap.check()
     stop(job, heap, switch)
-    text = f"stress: {num_microbatches} microbatches of {microbatch_tokens}, depth {depth}, {order.value} order, "
-    return report(job, f"{text}delays {delay_us} us: {seconds:.1f} s", problems)
+    text = f"stress, {model.value}: {num_microbatches} microbatches of {size}, depth {stress.depth}, {stress.order.value} order, "
+    return report(job, f"{text}delays {stress.delay_us} us: {seconds:.1f} s", problems)
 
 
 FAULTS = (
-    ("absent rank", "ArrivalTimeout", "Missing: rank 1"),
-    ("other bound", "Mismatch", "brought bound_tokens = 16"),
+    ("absent rank", "ArrivalTimeout", "rank 1 (its flag holds"),
+    ("other bound", "Mismatch", "brought bound_tokens = "),
     ("bad expert", "ConfigurationError", "to expert 99"),
 )
 
 
-def run_fault(job: NvshmemJob, fault: str, kind: str, words: str) -> bool:
+def run_fault(job: NvshmemJob, model: CommunicationModel, fault: str, kind: str, words: str) -> bool:
     """Rank 1 misbehaves: some PE reports the cause in the right words, and no PE that still waits is left without an error."""
     shape, pipeline = LayerShape(num_experts=16, top_k=2, hidden_size=64, intermediate_size=64), Pipeline(8, 8)
-    case = Case(fault, shape, pipeline, ((8,) * job.world.num_ranks,))
+    case = Case(fault, shape, pipeline, ((8,) * job.world.num_ranks,), model)
     heap = DeviceHeap(job, case.layout(job.world))
     heap.argument["wait_limit_ns"] = int(heap.argument["wait_limit_ns"] / job.environment.wait_limit_s)  # one second for ranks
     job.barrier()
@@ -176,7 +225,7 @@ def run_fault(job: NvshmemJob, fault: str, kind: str, words: str) -> bool:
     if job.pe == 0 and named:
         print(f"        {named[0]}", flush=True)
     heap.close()
-    return report(job, f"fault: {fault}", [] if named and not silent else [f"{everyone}, silent: {silent}"])
+    return report(job, f"fault, {model.value}: {fault}", [] if named and not silent else [f"{everyone}, silent: {silent}"])
 
 
 def main() -> None:
@@ -184,23 +233,26 @@ def main() -> None:
     parser.add_argument("properties", nargs="+", choices=["parity", "nvshmem", "stress", "faults"])
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--switches", type=int, default=1, help="of each role; 0: the ranks of a plain model reach each other")
+    parser.add_argument("--models", nargs="+", type=CommunicationModel, default=list(MODELS))
     parser.add_argument("--microbatches", type=int, default=2000)
+    parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace the ports of the ranks in parity runs; 0: do not")
     parser.add_argument("--repeats", type=int, default=1, help="of the long runs")
     options = parser.parse_args()
-    with NvshmemJob.join(World(options.ranks), 256 << 20, options.placement) as job:
+    with NvshmemJob.join(World(options.ranks, options.switches, options.switches), 256 << 20, options.placement) as job:
         good = True
-        if "parity" in options.properties:
-            good &= run_parity(job, Verbs.DIRECT)
-        if "stress" in options.properties:
-            for _ in range(options.repeats):
-                good &= run_stress(job, options.microbatches, 20.0, 3, 3, SumOrder.ARRIVAL)
-                good &= run_stress(job, options.microbatches, 0.0, 1, 1, SumOrder.RANK)
-                good &= run_stress(job, options.microbatches, 0.0, 5, 4, SumOrder.ARRIVAL)
-        if "nvshmem" in options.properties:
-            good &= run_parity(job, Verbs.NVSHMEM)
-        if "faults" in options.properties:
-            for fault in FAULTS:
-                good &= run_fault(job, *fault)
+        for model in options.models:
+            if "parity" in options.properties:
+                good &= run_parity(job, model, Verbs.DIRECT, options.rank_port_gbps)
+            if "stress" in options.properties:
+                for _ in range(options.repeats):
+                    for stress in STRESSES:
+                        good &= run_stress(job, model, stress, max(1, int(options.microbatches * stress.share)))
+            if "nvshmem" in options.properties and not model.phased:
+                good &= run_parity(job, model, Verbs.NVSHMEM, options.rank_port_gbps)
+            if "faults" in options.properties:
+                for fault in FAULTS:
+                    good &= run_fault(job, model, *fault)
     sys.exit(0 if good else 1)
 
 

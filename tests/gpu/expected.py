@@ -78,4 +78,15 @@ def expected(case: Case, world: World, num_calls: int) -> tuple[list[dict[str, n
 
     simulation.spawn_world(rank_program, run_switch)
     simulation.run()
-    return [dict(pe.memory) for pe in simulation.pes], outputs
+    memory = [dict(pe.memory) for pe in simulation.pes]
+    if not case.model.in_network:
+        give_back_all_cells(memory, world)
+    return memory, outputs
+
+
+def give_back_all_cells(memory: list[dict[str, np.ndarray]], world: World) -> None:
+    """Raise every credit that a relay still owes: a kernel gives each cell back at once, the role program several together."""
+    for rank in range(world.num_ranks):
+        for index, credits in enumerate(memory[rank]["relay_credits"]):
+            credits[...] = memory[world.num_ranks + index]["relay_arrived"][rank] | np.uint64(1)
+            credits[credits == 1] = 0

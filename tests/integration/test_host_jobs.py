@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from inc_runtime.config import CommunicationModel, SumOrder
+from inc_runtime.config import SumOrder
 from inc_runtime.protocol import World
-from tests.host_jobs import NUM_TOKENS, OTHER_SHAPE, PIPELINE, SHAPE, layer_inputs, shared_memory_left, torchrun
+from tests.host_jobs import NUM_TOKENS, OTHER_SHAPE, PIPELINE, SHAPE, layer_inputs, models_of, shared_memory_left, torchrun
 from tests.routings import layer_of
 from tests.simulate import simulate
 
-WORLDS = {"two ranks": World(2, 1, 1), "three ranks, two combine switches": World(3, 1, 2)}
+WORLDS = {"two ranks": World(2, 1, 1), "three ranks, two combine switches": World(3, 1, 2), "three ranks alone": World(3, 0, 0)}
 
 
 @pytest.fixture(scope="module", params=list(WORLDS))
@@ -46,7 +46,7 @@ def outputs_of(folder: Path, name: str, rank: int) -> list[np.ndarray]:
 
 def test_sums_in_rank_order_are_bitwise_equal_on_every_model_and_in_the_baseline(finished: tuple[World, Path]) -> None:
     world, folder = finished
-    names = [model.value for model in CommunicationModel] + ["baseline-all_to_all", "baseline-all_gather_reduce_scatter"]
+    names = [model.value for model in models_of(world)] + ["baseline-all_to_all", "baseline-all_gather_reduce_scatter"]
     for rank in range(world.num_ranks):
         wanted = outputs_of(folder, names[0], rank)
         for name in names[1:]:
@@ -59,9 +59,10 @@ def test_the_simulated_backend_returns_the_same_bits_as_the_processes(finished: 
     shapes = [SHAPE, SHAPE, OTHER_SHAPE, OTHER_SHAPE]
     calls = [layer_inputs(number, shape, NUM_TOKENS[: world.num_ranks]) for number, shape in enumerate(shapes)]
     pipeline = type(PIPELINE)(**{**vars(PIPELINE), "sum_order": SumOrder.RANK})
+    model = models_of(world)[-1]
     outputs, _ = simulate(
         layer_of(SHAPE),
-        CommunicationModel.INC_ALL_TO_ALL,
+        model,
         pipeline,
         world,
         calls,
@@ -69,6 +70,6 @@ def test_the_simulated_backend_returns_the_same_bits_as_the_processes(finished: 
         jitter_us=20.0,
     )
     for rank in range(world.num_ranks):
-        seen = outputs_of(folder, "inc_all_to_all", rank)
+        seen = outputs_of(folder, model.value, rank)
         for number in range(4):
             assert outputs[number][rank].tobytes() == seen[number].tobytes(), f"rank {rank}, call {number}"

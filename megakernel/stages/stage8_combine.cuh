@@ -1,0 +1,34 @@
+// Stage 8, combine: the sums of this rank's tokens go from the slot to the caller's memory; without in-network computing they
+// are added on the way (global reduce). The exchange itself is the collective's (wait_for_token_sums, and the switch).
+// Waits on, reads: what wait_for_token_sums does. Writes: output [num_tokens, H] of the caller.
+// Cost: one row read and one written per token.
+#pragma once
+
+#include "bounded_wait.cuh"
+#include "collective.cuh"
+
+namespace inc {
+
+__device__ inline bool combine_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
+                                          int first_token, int num_tokens) {
+  constexpr int PIECES = RELAYED ? 1 : LOADS_IN_FLIGHT;  // a piece of a relayed sum is several loads
+  TokenSums sums;
+  if (!wait_for_token_sums(heap, team, magic, sums)) return false;
+  char* output = pointer<char>(arguments.output) + uint64_t(first_token) * heap.row_bytes;
+  const int columns = heap.row_bytes / 16;
+  for (int token = team.number_of_warp(); token < num_tokens; token += team.total_warps()) {
+    char* row = output + uint64_t(token) * heap.row_bytes;
+    for (int first = team.lane(); first < columns; first += WARP * PIECES) {
+      uint4 words[PIECES];
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p)
+        if (first + p * WARP < columns) words[p] = sums.words(heap, token, first + p * WARP);
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p)
+        if (first + p * WARP < columns) store_16_bytes(row + (first + p * WARP) * 16, words[p]);
+    }
+  }
+  return true;
+}
+
+}  // namespace inc
