@@ -67,7 +67,8 @@ def fit_parts(rows: Sequence[Row], start: Calibration) -> tuple[Calibration, dic
     if overheads:
         changes |= {"vector_overhead_us": float(np.mean(overheads)), "matrix_overhead_us": float(np.mean(overheads))}
     errors: dict[str, float] = {}
-    times = [row for row in rows if row["metric"] == "stage_time" and row.get("stage", "").startswith("matmul")]
+    of_products = [row for row in rows if row["metric"] == "stage_time" and row.get("rows")]
+    times = [row for row in of_products if (row.get("stage") or "").startswith("matmul")]
     if len(times) >= 2:
         flops = np.array([_matmul_flops(row) for row in times])
         measured = np.array([float(row["value"]) for row in times])
@@ -145,7 +146,7 @@ def fit_points(
                 logs, best, damping, improved = logs + np.clip(move, -0.5, 0.5), trial, damping / 3, True
                 break
             damping *= 4
-        if not improved or gain < 1e-3:
+        if not improved or gain < 0.01:
             break
     return at(logs)
 

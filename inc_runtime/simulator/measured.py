@@ -92,12 +92,12 @@ class LayerPoint:
 
 
 def layer_points(rows: Iterable[Row]) -> list[LayerPoint]:
-    """The `layer_time` rows that the simulator models: the five implementations on native and scale_model placements."""
+    """The `layer_time` rows that the simulator models: the five implementations, routed evenly, not on one_gpu or host."""
     known = {implementation.value for implementation in Implementation}
     points = []
     for row in rows:
         usable = row["metric"] == "layer_time" and row["implementation"] in known and row["placement"] in MODELLED_PLACEMENTS
-        if not usable or row["source"] == "published":
+        if not usable or row["source"] == "published" or (row.get("routing") or "uniform") != "uniform":
             continue
         scale = {"us": 1.0, "ms": 1e3, "s": 1e6}.get(row["unit"])
         if scale is None:
@@ -122,8 +122,8 @@ def scenario_of(row: Row) -> Scenario:
     shape = LayerShape(
         _number(row, "num_experts", olmoe.num_experts),
         _number(row, "top_k", olmoe.top_k),
-        _number(row, "hidden_size", olmoe.hidden_size),
-        _number(row, "intermediate_size", olmoe.intermediate_size),
+        _number(row, "hidden", _number(row, "hidden_size", olmoe.hidden_size)),
+        _number(row, "intermediate", _number(row, "intermediate_size", olmoe.intermediate_size)),
     )
     inc = MODEL_OF[implementation].in_network
     tokens = _number(row, "num_tokens", base.tokens_per_rank)

@@ -139,6 +139,9 @@ def exchange_points(rows: Iterable[Row]) -> list[ExchangePoint]:
     points = []
     for row in rows:
         usable = row["measurement"] == "collectives" and row["placement"] == "scale_model" and row["implementation"] in known
+        # Paced ports and phases are measured as well; what is fitted here is the links and the switches as they are.
+        inc = row["implementation"] == Implementation.MEGAKERNEL_INC.value and float(row.get("rank_port_gbps") or 0) == 0
+        usable = usable and inc
         steady = row["metric"] in ("egress", "ingress") and row.get("sum_order") == "arrival"
         if usable and (steady or row["metric"] == "latency_p50"):
             where = row["placement"], Implementation(row["implementation"]), int(row["num_ranks"]), int(row["microbatch_tokens"])
