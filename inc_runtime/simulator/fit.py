@@ -195,7 +195,7 @@ def calibrate(
     _state_error("unseen", [line for line in of_layers if not line.fitted], errors)
     names, sources = tuple(path.name for path in paths), sorted({row["source"] for row in rows})
     calibration = replace(calibration, name=name, source="+".join(sources), fit=dict(errors), data_files=names)
-    return Fit(calibration, lines, hold_out(layers, parts, progress))
+    return Fit(calibration, lines, hold_out(layers, parts, calibration, progress))
 
 
 def _state_error(kind: str, lines: Sequence[Prediction], errors: dict[str, float]) -> None:
@@ -206,18 +206,39 @@ def _state_error(kind: str, lines: Sequence[Prediction], errors: dict[str, float
         errors[f"{kind}_max_error"] = float(np.abs(relative).max())
 
 
-def hold_out(layers: Sequence[LayerPoint], start: Calibration, progress: Callable[[], None] = lambda: None) -> list[HeldOut]:
-    """Leave out every implementation, and every placement, in turn; fit to the rest, and predict it."""
-    found = []
-    for kind, of in (
-        ("implementation", lambda p: p.scenario.implementation.value),
-        ("placement", lambda p: p.scenario.placement),
+def hold_out(
+    layers: Sequence[LayerPoint], start: Calibration, fitted: Calibration, progress: Callable[[], None] = lambda: None
+) -> list[HeldOut]:
+    """Leave out every implementation, and every placement, in turn; fit to the rest, and predict it.
+
+    These fits are linear around the fit to all points: one set of derivatives serves them all.
+    """
+    names = [name for name in FITTED if getattr(start, name) > 0]
+    origin, center = (np.log([getattr(c, name) for name in names]) for c in (start, fitted))
+
+    def errors_at(logs: np.ndarray, points: Sequence[LayerPoint]) -> np.ndarray:
+        calibration = replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+        progress()
+        return np.array([np.log(p.predict(calibration) / p.measured) for p in points])
+
+    groups = []
+    for kind, labels in (
+        ("implementation", [p.scenario.implementation.value for p in layers]),
+        ("placement", [p.scenario.placement for p in layers]),
     ):
-        values = sorted({of(p) for p in layers})
-        for value in values if len(values) > 1 else ():
-            calibration = fit_points([p for p in layers if of(p) != value], start, FITTED, progress)
-            unseen = [p for p in layers if of(p) == value]
-            errors: dict[str, float] = {}
-            _state_error("unseen", predictions(unseen, calibration, []), errors)
-            found.append(HeldOut(f"{kind} {value}", len(unseen), errors["unseen_rms_error"], errors["unseen_max_error"]))
+        values = sorted(set(labels))
+        groups += [(f"{kind} {v}", np.array(labels) == v) for v in values] if len(values) > 1 else []
+    if not groups:
+        return []
+    base = errors_at(center, layers)
+    slopes = np.stack([(errors_at(center + 0.02 * unit, layers) - base) / 0.02 for unit in np.eye(len(names))], axis=1)
+    found = []
+    for what, out in groups:
+        design = np.concatenate([slopes[~out], PULL * np.eye(len(names))])
+        target = -np.concatenate([base[~out], PULL * (center - origin)])
+        move, *_ = np.linalg.lstsq(design, target, rcond=None)
+        unseen = [p for p, is_out in zip(layers, out, strict=True) if is_out]
+        relative = np.expm1(errors_at(center + np.clip(move, -0.5, 0.5), unseen))
+        largest = float(np.abs(relative).max())
+        found.append(HeldOut(what, len(unseen), float(np.sqrt(np.mean(relative**2))), largest))
     return found
