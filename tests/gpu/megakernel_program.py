@@ -35,7 +35,7 @@ def check_case(job: NvshmemJob, case: Case) -> list[str]:
             out = torch.full((n + 1, case.shape.hidden_size), float("nan"), device=layer.device, dtype=torch.bfloat16)
             layer.kernel(out=out[:n], **given)
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             wanted = layer.reference(given)
             difference = out[:n].double() - wanted
             error = float(difference.norm() / wanted.norm().clamp(min=1e-30)) if n else 0.0
@@ -63,7 +63,7 @@ def check_fault(job: NvshmemJob) -> list[str]:
                 given["router_logits"][5, 3] = float("nan")
             layer.kernel(**given)
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
         elif layer.switch is not None:
             layer.switch.wait(limit_s=60.0)
     except IncError as error:
@@ -89,7 +89,7 @@ def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
             torch.cuda._sleep((repeat * 7919 + job.pe * 104729) % 400_000)
             out = layer.kernel(**layer.inputs(0))
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             first = out if first is None else first
             if not torch.equal(out, first):
                 problems.append(f"call {repeat} gave other bits")
@@ -124,7 +124,7 @@ def check_graph(job: NvshmemJob, num_layers: int, replays: int) -> list[str]:
                 out.fill_(float("nan"))
             graph.replay()
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             wanted = layer.reference(fresh)[:tokens]
             for number, out in enumerate(outputs):
                 error = float((out[:tokens].double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
@@ -151,7 +151,7 @@ def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
             layer.kernel.trace.zero_()
             layer.kernel(**layer.inputs(0))
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
     job.barrier()
     if layer.kernel is not None and job.pe == 0:
         trace = DeviceTrace.of(layer.kernel)
@@ -180,7 +180,7 @@ def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> None:
             layer.kernel(out=out, **given)
             event.record()
         torch.cuda.synchronize()
-        layer.kernel.check()
+        layer.kernel.raise_on_error()
         times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
     everyone = [t for t in job.gather(times) if t]
     layer.close()
