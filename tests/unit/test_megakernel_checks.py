@@ -74,7 +74,7 @@ def test_shapes_beyond_the_kernel_are_refused_with_those_it_takes(shape: LayerSh
 
 
 def test_a_gpu_that_is_not_hopper_is_refused_and_told_what_works() -> None:
-    with pytest.raises(PlacementError, match="needs a Hopper GPU.*found sm_100a. Use the host backend"):
+    with pytest.raises(PlacementError, match=r"needs a Hopper GPU.*found sm_100a. Use the host backend"):
         check_supported(OLMOE_1B_7B, 4, "sm_100a")
 
 
