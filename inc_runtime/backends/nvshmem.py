@@ -234,6 +234,8 @@ class DeviceHeap:
         limit_s = job.environment.wait_limit_s * (1.0 if self.role is Role.COMPUTE_RANK else SWITCH_LIMIT_SHARE)
         self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
         self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
+        self.generation = 0
+        self.layer_memory: dict[object, object] = {}  # of the layers on this heap, by their shape
         self._owned = [self.workspace]
         if layout.dims.model.in_network and self.role is Role.COMBINE_SWITCH:
             self._allocate_sums()
@@ -260,7 +262,9 @@ class DeviceHeap:
             self._owned.append(int(self.argument["landing"]))
 
     def reset(self, *, poison: bool = False) -> None:
-        """Rebuild the heap: flags and magic from zero. Collective; no kernel may run."""
+        """Rebuild the heap: flags and magic from zero. Collective; no kernel may run. What kernels keep elsewhere is then stale:
+        `generation` grows."""
+        self.generation += 1
         self.job.barrier()
         for name, region in self.layout.regions(self.role).items():
             if region.private:

@@ -16,6 +16,7 @@ import torch
 
 from inc_runtime.backends.nvshmem import NvshmemJob
 from inc_runtime.config import CommunicationModel, Pipeline, SumOrder
+from inc_runtime.errors import IncError
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import World
 from megakernel.device_trace import DeviceTrace
@@ -48,6 +49,31 @@ def check_case(job: NvshmemJob, case: Case) -> list[str]:
         layer.heap.check()
     layer.close()
     return problems or [] if worst < RELATIVE_BOUND else [f"relative error {worst}"]
+
+
+def check_fault(job: NvshmemJob) -> list[str]:
+    """A logit of rank 1 is not a number: it says so, and every other rank hears of it from its own kernel alone."""
+    case = Case("fault", SMALL, Pipeline(64, 16, 4), ((64,) * job.world.num_ranks,))
+    layer = Layer(job, case)
+    seen = ""
+    try:
+        if layer.kernel is not None:
+            given = layer.inputs(0)
+            if job.pe == 1:
+                given["router_logits"][5, 3] = float("nan")
+            layer.kernel(**given)
+            torch.cuda.synchronize()
+            layer.kernel.check()
+        elif layer.switch is not None:
+            layer.switch.wait(limit_s=60.0)
+    except IncError as error:
+        seen = f"{type(error).__name__}: {error}"
+    everyone = job.gather(seen)
+    job.barrier()
+    layer.heap.close()
+    if "router_logits[5, 3] of rank 1" not in everyone[1]:
+        return [f"rank 1 says {everyone[1]!r}"]
+    return [f"PE {pe} says {text!r}" for pe, text in enumerate(everyone) if "rank 1" not in text]
 
 
 def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
@@ -173,7 +199,7 @@ def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("properties", nargs="+", choices=["right", "bits", "graph", "time", "trace"])
+    parser.add_argument("properties", nargs="+", choices=["right", "bits", "graph", "fault", "time", "trace"])
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--switches", type=int, default=1, help="of each role; 0: the ranks of a plain model reach each other")
@@ -196,6 +222,8 @@ def main() -> None:
             good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats))
         if "graph" in options.properties:
             good &= report(job, "16 captured calls, replayed with other tokens and masks", check_graph(job, 16, 6))
+        if "fault" in options.properties:
+            good &= report(job, "a logit that is not a number is reported by every PE", check_fault(job))
         for spec in options.tokens.split(","):
             case = timed_case(spec, options.ranks, options.model, options.group)
             case = replace(case, copies_rows=options.copies_rows)
