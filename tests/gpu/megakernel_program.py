@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
-    parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port, in each direction; 0: not at all")
+    parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
     parser.add_argument("--output", type=Path, help="where the trace goes, for results/plot_stage_timeline.py")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
