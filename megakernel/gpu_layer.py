@@ -1,97 +1,95 @@
-"""The front end of the layer on a GPU: refuses what cannot run, converts what may be converted, and runs the Baseline."""
+"""The front end of the layer on a GPU: refuses what cannot run, converts what may be converted, runs Baseline or megakernel."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.config import CommunicationModel, LayerShape, Pipeline, RowFormat, check
 from inc_runtime.errors import ConfigurationError
+from inc_runtime.protocol import Role
 from megakernel.checkpoint import ExpertWeights
 from megakernel.gpu_baseline import GpuBaseline, block_sizes, check_shape
+from megakernel.gpu_checks import check_experts, check_gpu, check_tensor
 from megakernel.launch_baseline import GpuKernels
+from megakernel.launch_megakernel import MegaKernel
 from megakernel.library_exchange import Counting, LibraryExchange
 
-HOPPER = (9, 0)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def check_gpu(device: torch.device) -> None:
-    """Refuse a device that is not a Hopper GPU, or not torch's current one."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability != HOPPER:
-        raise ConfigurationError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}: the GPU kernels need "
-            "a Hopper GPU (9.0). The host backend runs anywhere: keep experts and tokens on the CPU."
-        )
-    if device.index != torch.cuda.current_device():
-        raise ConfigurationError(
-            f"experts are on {device}, but torch's current device is cuda:{torch.cuda.current_device()}. "
-            f"Call torch.cuda.set_device({device.index}) first."
-        )
+class GpuRunner(Protocol):
+    """What `GpuLayer` drives: the Baseline, or the megakernel."""
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor | None = None,
+        *,
+        expert_ids: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        out: torch.Tensor,
+        bound_tokens: int | None = None,
+    ) -> torch.Tensor: ...
+
+    def raise_on_error(self) -> None: ...
 
 
-def check_tensor(name: str, tensor: torch.Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...], shape: tuple) -> None:
-    """Refuse a tensor on another device, of another dtype or shape, or not contiguous."""
-    if tensor.device != device:
-        raise ConfigurationError(f"{name} is on {tensor.device}, expected {device}, where the experts are. Move it first.")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ConfigurationError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, expected {expected}. Convert it first.")
-    if tuple(tensor.shape) != shape:
-        raise ConfigurationError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}.")
-    if not tensor.is_contiguous():
-        raise ConfigurationError(f"{name} is not contiguous (strides {tensor.stride()}). Call .contiguous() first.")
-    if tensor.data_ptr() % 16:
-        raise ConfigurationError(f"{name} does not begin at a multiple of 16 bytes. Copy it, or slice at another row.")
-
-
-def check_experts(experts: ExpertWeights, shape: LayerShape, own: range) -> None:
-    """Refuse weights that are not those of this rank's experts, in bfloat16 on one GPU."""
-    if experts.experts != own:
-        raise ConfigurationError(
-            f"experts are {experts.experts.start} to {experts.experts.stop - 1}, expected {own.start} to {own.stop - 1} on this "
-            "rank. Load shape.experts_of_rank(rank, num_ranks)."
-        )
+def make_baseline(
+    shape: LayerShape,
+    pipeline: Pipeline,
+    group: dist.ProcessGroup | None,
+    experts: ExpertWeights,
+    bias: torch.Tensor | None,
+    model: CommunicationModel,
+    counting: Counting = Counting.BOUNDED,
+) -> GpuBaseline:
+    """The Baseline of one rank. Collective; `group`: a NCCL group of the ranks. Raises ConfigurationError before it sends."""
     device = experts.gate_up.device
-    gate_up = (len(own), 2 * shape.intermediate_size, shape.hidden_size)
-    check_tensor("experts.gate_up", experts.gate_up, device, (torch.bfloat16,), gate_up)
-    check_tensor("experts.down", experts.down, device, (torch.bfloat16,), (len(own), shape.hidden_size, shape.intermediate_size))
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if pipeline.row_format is not RowFormat.BFLOAT16:
+        raise ConfigurationError(f"row_format = {pipeline.row_format.value}: on a GPU it must be bfloat16.")
+    if model is not CommunicationModel.ALL_TO_ALL:
+        raise ConfigurationError(f"model = {model.value}: the Baseline on a GPU runs all_to_all alone. Leave model out.")
+    if "nccl" not in str(dist.get_backend(group)):
+        raise ConfigurationError(
+            f"the process group's backend is {dist.get_backend(group)}, expected nccl for experts on {device}. "
+            "Make it with torch.distributed.init_process_group('nccl')."
+        )
+    check(shape, pipeline, num_ranks)
+    check_shape(shape, num_ranks)
+    check_experts(experts, shape, shape.experts_of_rank(rank, num_ranks))
+    check_gpu(device)
+    kernels, sizes = GpuKernels(), block_sizes(shape, pipeline.bound_tokens)
+    exchange = LibraryExchange(group, sizes, counting)
+    return GpuBaseline(shape, exchange, sizes, kernels, experts, None if bias is None else bias.to(device))
+
+
+def make_megakernel(
+    heap: DeviceHeap, shape: LayerShape, pipeline: Pipeline, experts: ExpertWeights, bias: torch.Tensor | None, layer: int
+) -> MegaKernel:
+    """The megakernel of one rank on a heap that switches serve. Raises ConfigurationError before anything is sent."""
+    if heap.role is not Role.COMPUTE_RANK:
+        raise ConfigurationError(f"{heap.job.name} has no experts: a layer lives on a rank. Start a RunningSwitch here.")
+    device = torch.device(f"cuda:{heap.job.seat.gpu}")
+    if experts.gate_up.device != device:
+        raise ConfigurationError(f"experts are on {experts.gate_up.device}, the heap of this rank is on {device}. Move them.")
+    check_experts(experts, shape, shape.experts_of_rank(heap.job.pe, heap.job.world.num_ranks))
+    check_gpu(device)
+    on_gpu = None if bias is None else bias.to(device)
+    return MegaKernel(heap, shape, pipeline, experts.gate_up, experts.down, bias=on_gpu, layer=layer)
 
 
 class GpuLayer:
-    """The Baseline of one rank behind the checks of `MoELayer`. Collective to make; `group`: a NCCL group of the ranks."""
+    """One rank's layer on a GPU behind the checks of `MoELayer`. `logits`: the dtypes that `run` reads; others are converted."""
 
     def __init__(
-        self,
-        shape: LayerShape,
-        pipeline: Pipeline,
-        group: dist.ProcessGroup | None,
-        experts: ExpertWeights,
-        bias: torch.Tensor | None,
-        model: CommunicationModel,
-        counting: Counting = Counting.BOUNDED,
+        self, run: GpuRunner, shape: LayerShape, bound_tokens: int, device: torch.device, logits: tuple[torch.dtype, ...]
     ) -> None:
-        self.shape, self.device = shape, experts.gate_up.device
-        self.bound_tokens = pipeline.bound_tokens
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        if pipeline.row_format is not RowFormat.BFLOAT16:
-            raise ConfigurationError(f"row_format = {pipeline.row_format.value}: on a GPU it must be bfloat16.")
-        if model is not CommunicationModel.ALL_TO_ALL:
-            raise ConfigurationError(f"model = {model.value}: the Baseline on a GPU runs all_to_all alone. Leave model out.")
-        if "nccl" not in str(dist.get_backend(group)):
-            raise ConfigurationError(
-                f"the process group's backend is {dist.get_backend(group)}, expected nccl for experts on {self.device}. "
-                "Make it with torch.distributed.init_process_group('nccl')."
-            )
-        check(shape, pipeline, num_ranks)
-        check_shape(shape, num_ranks)
-        check_experts(experts, shape, shape.experts_of_rank(rank, num_ranks))
-        check_gpu(self.device)
-        kernels, sizes = GpuKernels(), block_sizes(shape, pipeline.bound_tokens)
-        exchange = LibraryExchange(group, sizes, counting)
-        on_gpu = None if bias is None else bias.to(self.device)
-        self.baseline = GpuBaseline(shape, exchange, sizes, kernels, experts, on_gpu)
+        self.run, self.shape, self.bound_tokens, self.device, self.logits = run, shape, bound_tokens, device, logits
 
     def __call__(
         self,
@@ -104,7 +102,7 @@ class GpuLayer:
     ) -> torch.Tensor:
         """See `MoELayer.__call__`; all tensors are on the experts' GPU. Runs on the current stream, waits for nothing.
 
-        Values that cannot be routed are reported by the next call (`GpuBaseline`).
+        Values that cannot be routed are reported by the next call, or by `run.raise_on_error`.
         """
         shape, bound = self.shape, self.bound_tokens if bound_tokens is None else bound_tokens
         if not 1 <= bound <= self.bound_tokens:
@@ -124,11 +122,12 @@ class GpuLayer:
         if router_logits is not None:
             floats = (torch.float32, torch.bfloat16, torch.float16)
             check_tensor("router_logits", router_logits, self.device, floats, (num_tokens, shape.num_experts))
-            router_logits = router_logits.detach().float()
+            router_logits = router_logits.detach()
+            router_logits = router_logits if router_logits.dtype in self.logits else router_logits.float()
         if expert_ids is not None and weights is not None:
             for name, tensor, dtypes in (("expert_ids", expert_ids, INTEGERS), ("weights", weights, (torch.float32,))):
                 check_tensor(name, tensor, self.device, dtypes, (num_tokens, shape.top_k))
             expert_ids, weights = expert_ids.to(torch.int32), weights.detach()
-        return self.baseline(
+        return self.run(
             hidden_states.detach(), router_logits, expert_ids=expert_ids, weights=weights, out=out, bound_tokens=bound
         )

@@ -1,7 +1,7 @@
 """Host side of `megakernel.cu`: the MoE layer of one rank on a GPU, one launch per call.
 
 Needs a Hopper GPU, a `DeviceHeap` on which the switches serve, and torch for memory and streams. The launch goes to torch's
-current stream; a failed wait shows at the next call, or at `check`.
+current stream; a failed wait shows at the next call, or at `raise_on_error`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megakernel.device_arguments import (
     TRACE_EVENT,
     TRACED_UNITS,
 )
+from megakernel.gpu_checks import check_tensor
 from megakernel.layer_memory import memory_of
 from megakernel.pipeline import device_lags
 
@@ -129,12 +130,12 @@ class MegaKernel:
         heap.gpu.function(self.built.path, KERNEL)  # loaded now: a module cannot be loaded while a graph is captured
         num = len(self.experts)
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        self._check_tensor("gate_up", gate_up, (num, 2 * inner, hidden), (torch.bfloat16,))
-        self._check_tensor("down", down, (num, hidden, inner), (torch.bfloat16,))
+        check_tensor("gate_up", gate_up, self.device, (torch.bfloat16,), (num, 2 * inner, hidden))
+        check_tensor("down", down, self.device, (torch.bfloat16,), (num, hidden, inner))
         if bias is not None:
             if shape.router is not Router.SIGMOID:
                 raise ConfigurationError("bias: a softmax router has none. Use Router.SIGMOID, or leave it out.")
-            self._check_tensor("bias", bias, (shape.num_experts,), (torch.float32,))
+            check_tensor("bias", bias, self.device, (torch.float32,), (shape.num_experts,))
         self.memory = memory_of(heap, shape, pipeline, num, self.device)
         self._kept = [gate_up, down, bias]
         self._record, self._record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))
@@ -197,12 +198,12 @@ class MegaKernel:
 
         `hidden_states` [N, H] bf16; `router_logits` [N, num_experts] float32 or bf16, or `expert_ids` [N, k] int32 with `weights`
         [N, k] float32; all contiguous on this rank's GPU. Returns `out` [N, H], the caller's memory. Asynchronous: the result is
-        there when torch's current stream has come so far, and a failure shows at `check` or at the next call.
+        there when torch's current stream has come so far, and a failure shows at `raise_on_error` or at the next call.
 
         A call may be captured in a CUDA graph, the first one too. A replay reads the same addresses: what they hold may change,
         and with `token_count` [1] int32 on the GPU also how many of the N tokens count; rows of `out` behind them stay.
         """
-        self.check()
+        self.raise_on_error()
         self.memory.follow(self.heap)
         num_tokens, bound = len(hidden_states), bound_tokens or self.pipeline.bound_tokens
         if num_tokens > bound or bound > self.pipeline.bound_tokens:
@@ -213,22 +214,22 @@ class MegaKernel:
         hidden, num_experts, top_k = self.shape.hidden_size, self.shape.num_experts, self.shape.top_k
         out = torch.empty_like(hidden_states) if out is None else out
         for name, tensor in (("hidden_states", hidden_states), ("out", out)):
-            self._check_tensor(name, tensor, (num_tokens, hidden), (torch.bfloat16,))
+            check_tensor(name, tensor, self.device, (torch.bfloat16,), (num_tokens, hidden))
         arguments = self.arguments
         if router_logits is not None:
-            self._check_tensor("router_logits", router_logits, (num_tokens, num_experts), (torch.float32, torch.bfloat16))
+            check_tensor("router_logits", router_logits, self.device, (torch.float32, torch.bfloat16), (num_tokens, num_experts))
             arguments["logits"], expert_ids, weights = router_logits.data_ptr(), self.memory.expert_ids, self.memory.weights
             arguments["logits_are_bfloat16"] = router_logits.dtype == torch.bfloat16
         elif expert_ids is not None and weights is not None:
-            self._check_tensor("expert_ids", expert_ids, (num_tokens, top_k), (torch.int32,))
-            self._check_tensor("weights", weights, (num_tokens, top_k), (torch.float32,))
+            check_tensor("expert_ids", expert_ids, self.device, (torch.int32,), (num_tokens, top_k))
+            check_tensor("weights", weights, self.device, (torch.float32,), (num_tokens, top_k))
             arguments["logits"] = 0
         else:
             raise ConfigurationError("give router_logits, or both expert_ids and weights.")
         arguments["tokens"], arguments["output"] = hidden_states.data_ptr(), out.data_ptr()
         arguments["expert_ids"], arguments["weights"] = expert_ids.data_ptr(), weights.data_ptr()
         if token_count is not None:
-            self._check_tensor("token_count", token_count, (1,), (torch.int32,))
+            check_tensor("token_count", token_count, self.device, (torch.int32,), (1,))
         arguments["token_count"] = 0 if token_count is None else token_count.data_ptr()
         arguments["num_tokens"], arguments["bound_tokens"] = num_tokens, bound
         arguments["num_microbatches"] = -(-bound // self.pipeline.microbatch_tokens)
@@ -239,16 +240,7 @@ class MegaKernel:
         )  # fmt: skip
         return out
 
-    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-        placed = tensor.device == self.device and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not placed:
-            raise ConfigurationError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-                f"{'' if tensor.is_contiguous() else ', not contiguous'}, expected contiguous {shape} "
-                f"{' or '.join(map(str, dtypes))} on {self.device}, at a multiple of 16 bytes."
-            )
-
-    def check(self) -> None:
+    def raise_on_error(self) -> None:
         """Raise what the kernels of this rank have reported. Raises what `DeviceHeap.check` raises, and TimeoutError."""
         word = int(self._record["word"][0])
         if self.heap.record["state"][0] or word:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from inc_runtime.backends.host import HostPe
+from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.collectives.microbatch import Call
 from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, Router, RowFormat, check
 from inc_runtime.errors import ConfigurationError
@@ -23,7 +24,7 @@ from megakernel.baseline import run_baseline
 from megakernel.checkpoint import ExpertWeights
 from megakernel.experts import HostExperts, rows_to_numpy
 from megakernel.fused_layer import LayerInput, run_fused
-from megakernel.gpu_layer import GpuLayer
+from megakernel.gpu_layer import GpuLayer, make_baseline, make_megakernel
 from megakernel.implementations import MODELS_OF, check_model
 from megakernel.library_group import LibraryGroup
 
@@ -33,9 +34,9 @@ TORCH_DTYPES = {RowFormat.BFLOAT16: torch.bfloat16, RowFormat.FLOAT32: torch.flo
 class MoELayer:
     """One MoE layer of a model, on one compute rank. Several layers may share one `backend`, in the same order on all ranks.
 
-    `backend`: the PE that `HostPe.join` returned, or for the Baseline a torch.distributed process group of the compute
-    ranks (None: the default group). `experts`: the weights of this rank's experts, `shape.experts_of_rank(rank, W)`.
-    Experts on a Hopper GPU make a Baseline there, over a NCCL group; then all tensors of a call are on that GPU.
+    `backend`: the PE that `HostPe.join` returned, or a `DeviceHeap` on GPUs, or for the Baseline a torch.distributed process
+    group of the compute ranks (None: the default group). `experts`: this rank's, `shape.experts_of_rank(rank, W)`; on a Hopper
+    GPU with a `DeviceHeap`, or with a NCCL group for the Baseline. Then all tensors of a call are on that GPU.
     `layer` names the layer in headers, so that ranks that call layers in another order are refused; default: a running number.
     `bias` [E] float32 is added to sigmoid scores for the selection. `model` is for the Baseline; the others take it from
     the backend. Raises: ConfigurationError before anything is sent.
@@ -46,7 +47,7 @@ class MoELayer:
         shape: LayerShape,
         pipeline: Pipeline,
         implementation: Implementation,
-        backend: HostPe | torch.distributed.ProcessGroup | None,
+        backend: HostPe | DeviceHeap | torch.distributed.ProcessGroup | None,
         experts: ExpertWeights,
         *,
         bias: torch.Tensor | None = None,
@@ -71,6 +72,15 @@ class MoELayer:
             backend.num_layers += 1
             _check_heap(backend, shape, pipeline)
             self.trace = backend.trace
+        elif isinstance(backend, DeviceHeap):
+            self.model = backend.layout.dims.model
+            check_model(implementation, self.model)
+            layer = backend.num_layers if layer is None else layer
+            backend.num_layers += 1
+            checked = None if bias is None else torch.from_numpy(_checked_bias(bias, shape))
+            kernel = make_megakernel(backend, shape, pipeline, experts, checked, layer)
+            self.gpu = GpuLayer(kernel, shape, pipeline.bound_tokens, kernel.device, (torch.float32, torch.bfloat16))
+            return
         else:
             if implementation is not Implementation.BASELINE:
                 raise ConfigurationError(
@@ -82,7 +92,8 @@ class MoELayer:
             check_model(implementation, self.model)
             if experts.gate_up.device.type == "cuda":
                 checked = None if bias is None else torch.from_numpy(_checked_bias(bias, shape))
-                self.gpu = GpuLayer(shape, pipeline, backend, experts, checked, self.model)
+                run = make_baseline(shape, pipeline, backend, experts, checked, self.model)
+                self.gpu = GpuLayer(run, shape, pipeline.bound_tokens, experts.gate_up.device, (torch.float32,))
                 return
             self.trace = OpTrace(torch.distributed.get_rank(backend))
             self._library = LibraryGroup(backend, self.trace)
@@ -150,7 +161,7 @@ class MoELayer:
     def raise_on_error(self) -> None:
         """Raise ConfigurationError for what only the GPU could see in a call that has finished; on the host there is nothing."""
         if self.gpu is not None:
-            self.gpu.baseline.raise_on_error()
+            self.gpu.run.raise_on_error()
 
     def _check_hidden_states(self, hidden_states: torch.Tensor, bound: int) -> None:
         shape = self.call.shape

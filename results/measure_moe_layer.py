@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megakernel.gpu_layer import check_gpu
+from megakernel.gpu_checks import check_gpu
 from megakernel.launch_baseline import GpuKernels
 from megakernel.library_exchange import Counting
 from megakernel.workload import Routing

@@ -235,6 +235,7 @@ class DeviceHeap:
         self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
         self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
         self.generation = 0
+        self.num_layers = 0
         self.layer_memory: dict[object, object] = {}  # of the layers on this heap, by their shape
         self._owned = [self.workspace]
         if layout.dims.model.in_network and self.role is Role.COMBINE_SWITCH:

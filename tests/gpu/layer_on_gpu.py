@@ -36,6 +36,7 @@ class Case:
     masked: bool = False
     repeated: bool = False  # every choice of a token is its first
     copies_rows: bool = False
+    rank_port_gbps: float = 0.0
     logits_dtype: torch.dtype = torch.float32
 
 
@@ -74,6 +75,8 @@ class Layer:
         self.job, self.case, shape = job, case, case.shape
         layout = HeapLayout(Dims.of(case.model, job.world, shape, case.pipeline))
         self.heap = DeviceHeap(job, layout, poison=True)
+        if case.rank_port_gbps:
+            self.heap.pace_ports(case.rank_port_gbps)
         self.switch = self.kernel = None
         if self.heap.role is not Role.COMPUTE_RANK:
             self.switch = RunningSwitch(self.heap, case.pipeline.sum_order)

@@ -35,7 +35,7 @@ def check_case(job: NvshmemJob, case: Case) -> list[str]:
             out = torch.full((n + 1, case.shape.hidden_size), float("nan"), device=layer.device, dtype=torch.bfloat16)
             layer.kernel(out=out[:n], **given)
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             wanted = layer.reference(given)
             difference = out[:n].double() - wanted
             error = float(difference.norm() / wanted.norm().clamp(min=1e-30)) if n else 0.0
@@ -63,7 +63,7 @@ def check_fault(job: NvshmemJob) -> list[str]:
                 given["router_logits"][5, 3] = float("nan")
             layer.kernel(**given)
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
         elif layer.switch is not None:
             layer.switch.wait(limit_s=60.0)
     except IncError as error:
@@ -89,7 +89,7 @@ def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
             torch.cuda._sleep((repeat * 7919 + job.pe * 104729) % 400_000)
             out = layer.kernel(**layer.inputs(0))
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             first = out if first is None else first
             if not torch.equal(out, first):
                 problems.append(f"call {repeat} gave other bits")
@@ -124,7 +124,7 @@ def check_graph(job: NvshmemJob, num_layers: int, replays: int) -> list[str]:
                 out.fill_(float("nan"))
             graph.replay()
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             wanted = layer.reference(fresh)[:tokens]
             for number, out in enumerate(outputs):
                 error = float((out[:tokens].double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
@@ -151,7 +151,7 @@ def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
             layer.kernel.trace.zero_()
             layer.kernel(**layer.inputs(0))
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
     job.barrier()
     if layer.kernel is not None and job.pe == 0:
         trace = DeviceTrace.of(layer.kernel)
@@ -180,7 +180,7 @@ def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> None:
             layer.kernel(out=out, **given)
             event.record()
         torch.cuda.synchronize()
-        layer.kernel.check()
+        layer.kernel.raise_on_error()
         times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
     everyone = [t for t in job.gather(times) if t]
     layer.close()
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
+    parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
     parser.add_argument("--output", type=Path, help="where the trace goes, for results/plot_stage_timeline.py")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
@@ -226,7 +227,7 @@ def main() -> None:
             good &= report(job, "a logit that is not a number is reported by every PE", check_fault(job))
         for spec in options.tokens.split(","):
             case = timed_case(spec, options.ranks, options.model, options.group)
-            case = replace(case, copies_rows=options.copies_rows)
+            case = replace(case, copies_rows=options.copies_rows, rank_port_gbps=options.rank_port_gbps)
             if "trace" in options.properties:
                 show_trace(job, case, options.output)
             if "time" in options.properties:

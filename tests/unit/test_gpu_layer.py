@@ -10,7 +10,7 @@ from inc_runtime.errors import ConfigurationError
 from megakernel.baseline_arguments import BaselineError, error_of, packet_bytes
 from megakernel.checkpoint import ExpertWeights
 from megakernel.gpu_baseline import check_shape
-from megakernel.gpu_layer import check_experts, check_tensor
+from megakernel.gpu_checks import check_experts, check_tensor
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(num_experts=4, top_k=2, hidden_size=16, intermediate_size=8)
