@@ -82,10 +82,11 @@ def test_fast_mode_is_event_mode_for_every_inc_form(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_fast_mode_is_within_1_percent_for_every_plain_form(seed):
+def test_fast_mode_is_within_1_percent_for_every_plain_form_and_2_with_phases(seed):
     event, fast = both(sample(random.Random(1000 + seed), PLAIN, (1, 2, 3, 4, 6)))
     assert fast.layer_time_us == pytest.approx(event.layer_time_us, rel=fast.tested_error), event.plan.scenario
-    assert fast.tested_error == 0.01 and fast.busy == pytest.approx(event.busy, abs=0.02)
+    assert fast.tested_error == (0.02 if event.plan.scenario.model.phased else 0.01)
+    assert fast.busy == pytest.approx(event.busy, abs=0.02)
 
 
 class Chunks(Relays):
