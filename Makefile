@@ -17,10 +17,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-vllm soak doctor clean install-vllm
+.PHONY: help install demo test test-vllm install-vllm soak doctor calibrate clean
 
 help: ## List these targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-10s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-13s%s\n", $$1, $$2 }'
 
 install: $(VENV)/installed ## Create .venv and install the project in it (once; the targets below do it too)
 
@@ -34,6 +34,13 @@ test: $(VENV)/installed ## Check style and types, and run the tests; options for
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
+
+MEASURED = $(wildcard results/data/machine_figures_*.csv results/data/expert_matmul_*.csv results/data/collectives_*.csv \
+    results/data/moe_layer_*.csv)
+
+calibrate: $(VENV)/installed ## Fit the simulator to all measured data, and write predicted against measured to results/tables
+	$(BIN)/inc simulate --calibrate $(sort $(MEASURED)) --name two_h200 \
+	    --output inc_runtime/simulator/calibrations/two_h200.json --table results/tables/predicted.md $(ARGS)
 
 install-vllm: $(WITH_VLLM) ## Install vLLM for CPUs in .venv-vllm, in the place of another version there (2 GB); test-vllm does it too
 
