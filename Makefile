@@ -48,7 +48,7 @@ test-vllm: $(WITH_VLLM) ## Serve small models through vLLM in an environment of 
 	$(VLLM_VENV)/bin/python -m pytest tests/serving $(ARGS)
 
 soak: $(WITH_VLLM) ## 10,000 requests to a server with 4 ranks, and 200 prompts with W = 1 and 4
-	INC_TEST_SOAK=10000 INC_TEST_PROMPTS=200 INC_TEST_RANKS=4 $(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py $(ARGS)
+	INC_TEST_SOAK=10000 INC_TEST_PROMPTS=200 INC_TEST_RANKS=4 $(VLLM_VENV)/bin/python -m pytest -s tests/serving/test_vllm.py $(ARGS)
 
 clean: ## Remove .venv and what builds and tools left
 	rm -rf $(VENV) $(VLLM_VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
