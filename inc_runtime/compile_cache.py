@@ -32,6 +32,7 @@ DEVICE_FOLDERS = (
     ROOT / "switch_emulator" / "device",
     ROOT / "megakernel" / "device",
     ROOT / "megakernel" / "stages",
+    ROOT / "megakernel" / "baseline_stages",
     ROOT / "megakernel",
 )
 NVSHMEM_PACKAGE = "nvidia-nvshmem-cu13"

@@ -17,7 +17,7 @@ from inc_runtime.environment import Environment
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.machine import Machine, Run, look, readable, run_command
-from inc_runtime.placement_plan import X86_64, PlacementPlan, gpu_reasons, plan_placements
+from inc_runtime.placement import X86_64, PlacementPlan, gpu_reasons, plan_placements
 from inc_runtime.protocol import World
 
 DEMO_PIPELINE = Pipeline(bound_tokens=64, microbatch_tokens=16)

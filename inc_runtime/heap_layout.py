@@ -119,8 +119,12 @@ class Dims:
 
     @property
     def relay_cells(self) -> int:
-        """Chunks that one sender may have in one relay."""
-        return max(MIN_RELAY_CELLS, RELAY_CELLS // self.num_ranks)
+        """Chunks that one sender may have in one relay: its share, but no more than its messages of two rings have.
+
+        With one ring, a relay that gives several cells back together would do so in the middle of a microbatch.
+        """
+        rings = 2 * self.depth * self.num_ranks * max(self.dispatch_chunks, self.combine_chunks)
+        return min(max(MIN_RELAY_CELLS, RELAY_CELLS // self.num_ranks), rings)
 
     @property
     def num_relays(self) -> int:
@@ -234,6 +238,9 @@ COMMON = (
     Region("error_record", Kind.CONTROL, lambda d: (ERROR_BYTES,), _byte, "this PE", "PEs that see its abort"),
 )
 
+STARTS_AT_ZERO = ("magic", "chunks_sent", "ports", "error_record")
+"""Regions that a fresh heap holds zeros in, besides all flags; anything else may hold anything."""
+
 RANK = (
     Region("tokens", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _row, "this rank", "its own put", when=_inc),
     Region("tokens_header", Kind.CONTROL, lambda d: (d.depth, d.dispatch_planes, HEADER_FIELDS), _int64, "this rank", "its own put"),
@@ -258,6 +265,8 @@ RANK = (
     Region("chunks_sent", Kind.CONTROL, lambda d: (d.num_relays,), _word, "this rank", "this rank", when=_relayed),
     Region("chunk_header", Kind.CONTROL, lambda d: (d.num_relays, d.relay_cells, CHUNK_FIELDS), _int64, "this rank", "its own put", when=_relayed),
     _flags("phase_opened", lambda d: (d.depth, d.combine_planes, d.num_ranks), "relay", "this rank", when=_relayed_phased),
+    # On GPUs, where ports are paced: when what was charged to egress and ingress is through, in picoseconds of the host's clock.
+    Region("ports", Kind.CONTROL, lambda d: (2,), _word, "whoever moves rows through a port of this rank", "the same"),
 )
 
 RELAY = (

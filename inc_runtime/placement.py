@@ -1,4 +1,6 @@
-"""Which GPU each PE runs on, and how many blocks its persistent kernel may have. Pure data: nothing here touches a GPU.
+"""Which GPU each PE runs on, how many blocks its persistent kernel may have, and what a machine lacks for it.
+
+Pure data: nothing here touches a GPU.
 
 Persistent kernels take their share of a GPU by their grid, one block per SM; library kernels take it by an MPS percentage. A few
 SMs of a shared GPU stay free, for copies and memsets that run as kernels.
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inc_runtime.errors import ConfigurationError
+from inc_runtime.machine import Machine, readable
 from inc_runtime.protocol import Role, World
 
 SWITCH_BLOCKS = 16
@@ -20,6 +23,11 @@ SHARED_SWITCH_BLOCKS = 8
 """Blocks of a switch that shares its GPU with ranks."""
 
 FREE_SMS = 4
+SM_90A = (9, 0)
+SMS_OF_SM_90A = 132
+"""SMs of a GPU that the kernels are compiled for, where no one has asked the GPU."""
+
+X86_64 = ("x86_64", "AMD64")
 
 
 class PlacementKind(enum.Enum):
@@ -80,16 +88,22 @@ def choose(world: World, num_gpus: int) -> PlacementKind:
     return (PlacementKind.HOST, PlacementKind.ONE_GPU)[num_gpus] if num_gpus < 2 else PlacementKind.SCALE_MODEL
 
 
-def place(kind: PlacementKind, world: World, num_sms: Sequence[int]) -> Placement:
-    """Seat every PE. `num_sms`: SMs of each GPU found. Raises ConfigurationError where the GPUs do not suffice."""
-    if kind is PlacementKind.HOST:
-        return Placement(kind, world, tuple(Seat(pe, None) for pe in range(world.num_pes)))
-    needed = {
+def num_gpus_needed(kind: PlacementKind, world: World) -> int:
+    """GPUs that a placement takes at least."""
+    return {
         PlacementKind.NATIVE: world.num_pes,
         PlacementKind.SCALE_MODEL: 2,
         PlacementKind.SHARED: world.num_ranks,
         PlacementKind.ONE_GPU: 1,
+        PlacementKind.HOST: 0,
     }[kind]
+
+
+def place(kind: PlacementKind, world: World, num_sms: Sequence[int]) -> Placement:
+    """Seat every PE. `num_sms`: SMs of each GPU found. Raises ConfigurationError where the GPUs do not suffice."""
+    if kind is PlacementKind.HOST:
+        return Placement(kind, world, tuple(Seat(pe, None) for pe in range(world.num_pes)))
+    needed = num_gpus_needed(kind, world)
     if len(num_sms) < needed:
         best = choose(world, len(num_sms))
         raise ConfigurationError(
@@ -134,3 +148,97 @@ def _num_blocks(world: World, pe: int, mates: list[int], num_sms: int) -> int:
     free = num_sms - FREE_SMS
     per_switch = min(SHARED_SWITCH_BLOCKS if ranks else SWITCH_BLOCKS, free // switches) if switches else 0
     return (free - per_switch * switches) // len(ranks) if pe in ranks else per_switch
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Whether a placement can run on a machine. `places` says which PEs go where, `reasons` why not, `notes` what to know."""
+
+    placement: str
+    reasons: tuple[str, ...]
+    places: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def possible(self) -> bool:
+        """True where nothing stands in the way."""
+        return not self.reasons
+
+
+def plan_placements(machine: Machine, world: World) -> list[PlacementPlan]:
+    """Every placement, in order of preference, with where the PEs would go or why it cannot run."""
+    on_gpus = [_gpu_plan(machine, world, kind) for kind in PlacementKind if kind is not PlacementKind.HOST]
+    return [*on_gpus, _host_plan(machine, world)]
+
+
+def gpu_reasons(machine: Machine) -> list[str]:
+    """Why the GPUs that are there cannot run the kernels; empty if they can."""
+    reasons = []
+    for gpu in machine.gpus:
+        if gpu.compute_capability != SM_90A:
+            capability = ".".join(map(str, gpu.compute_capability))
+            reasons.append(f"The kernels are compiled for sm_90a; GPU {gpu.index} has compute capability {capability}.")
+        if gpu.mig:
+            reasons.append(f"GPU {gpu.index} is split by MIG; its instances cannot reach each other's memory.")
+        if gpu.compute_mode == "Prohibited":
+            reasons.append(f"GPU {gpu.index} is in compute mode Prohibited.")
+    return reasons
+
+
+def _software_reasons(machine: Machine) -> list[str]:
+    wanted = {
+        "a CUDA build of torch": machine.torch.cuda,
+        "the NVSHMEM wheel": machine.nvshmem,
+        "nvshmem4py": machine.nvshmem4py,
+        "cuda-core or CuPy": machine.kernel_loader,
+        "nvcc for sm_90a": machine.nvcc.targets_sm_90a,
+    }
+    missing = ", ".join(name for name, there in wanted.items() if not there)
+    reasons = [] if machine.gpu_backend else ["This version of the project has no GPU backend."]
+    return [*reasons, f"Missing: {missing}."] if missing else reasons
+
+
+def _gpu_plan(machine: Machine, world: World, kind: PlacementKind) -> PlacementPlan:
+    needed, found = num_gpus_needed(kind, world), len(machine.gpus)
+    for_whom = {
+        PlacementKind.NATIVE: "one for each PE",
+        PlacementKind.SCALE_MODEL: "one for the ranks and one for the switches",
+        PlacementKind.SHARED: "one for each rank",
+        PlacementKind.ONE_GPU: "for all PEs",
+    }[kind]
+    notes = {
+        PlacementKind.SCALE_MODEL: ("A rank has its share of a GPU; latencies do not shrink with it.",),
+        PlacementKind.SHARED: ("A switch takes a few SMs of a rank's GPU.",),
+        PlacementKind.ONE_GPU: ("Functional only: no link is crossed.",),
+    }.get(kind, ())
+    there = f"there {'is' if found == 1 else 'are'} {found or 'none'}"
+    reasons = [] if found >= needed else [f"It needs {needed} GPU{'s' * (needed > 1)}, {for_whom}; {there}."]
+    try:
+        placement = place(kind, world, [SMS_OF_SM_90A] * max(found, needed))
+    except ConfigurationError as error:
+        return PlacementPlan(kind.value, (*reasons, str(error)), (), notes)
+    if machine.gpus:
+        reasons += gpu_reasons(machine)
+        if placement.needs_mps and not machine.mps.control:
+            reasons.append("PEs that share a GPU need MPS, and nvidia-cuda-mps-control is missing.")
+        reasons += _software_reasons(machine)
+    if len(placement.gpus) > 1 and machine.unlinked_pairs:
+        notes = (*notes, "Some GPUs are not linked by NVLink.")
+    places = []
+    for gpu in placement.gpus:
+        index = machine.gpus[gpu].index if gpu < found else gpu
+        places.append(f"GPU {index}: {', '.join(world.name_of(seat.pe) for seat in placement.on_gpu(gpu))}")
+    return PlacementPlan(kind.value, tuple(reasons), tuple(places), notes)
+
+
+def _host_plan(machine: Machine, world: World) -> PlacementPlan:
+    reasons = []
+    if machine.processor not in X86_64 or machine.system != "Linux":
+        reasons.append(f"It needs Linux on x86-64; this is {machine.system} on {machine.processor}.")
+    if machine.shared_memory.problem:
+        wanted = readable(machine.shared_memory.wanted_bytes)
+        reasons.append(f"{wanted} of shared memory cannot be had in {machine.shared_memory.folder}.")
+    if machine.torch.problem or not machine.torch.gloo:
+        reasons.append("torch with gloo is missing.")
+    places = (f"{world.num_pes} processes over {machine.shared_memory.folder}",)
+    return PlacementPlan("host", tuple(reasons), places, ("Functional only: times are those of a processor.",))

@@ -18,6 +18,8 @@ MAX_EXPERTS = 1024
 """Experts of the layer: the router marks those that are taken in one 32-bit word per lane."""
 MAX_TOP_K = 32
 TILE_ROWS = 128
+TALLY_BITS = 28
+"""Grouped rows of one microbatch, and tiles of one launch, stay below 2^28; above them a word carries the magic, below 2^36."""
 PIECE_ROWS = 16
 """Rows that one warp copies before it says so."""
 TRACED_STAGES = ("route", "dispatch", "group", "matmul_gate_up", "matmul_down", "reduce", "combine", "wait")
@@ -34,8 +36,8 @@ EXPERT_MATMUL_ARGUMENTS = np.dtype(
         ("activation_rows", TENSOR_MAP),  # [num_rows, I], boxes of 64 rows; loads and stores
         ("down_weights", TENSOR_MAP),  # [E * H, I], boxes of 128 rows
         ("output_rows", TENSOR_MAP),  # [num_rows, H], boxes of 64 rows
-        ("token_rows", "<u8"),  # [., H] bf16, read only where rows are gathered
-        ("row_to_token", "<u8"),  # int32 [num_rows]: grouped row -> row of token_rows; only where rows are gathered
+        ("token_rows", "<u8"),  # [., H] bf16: what row_to_token counts
+        ("row_to_token", "<u8"),  # int32 [num_rows]: grouped row -> row of token_rows; -1 beyond an expert's rows
         ("grouped_rows", "<u8"),  # bf16 [num_rows, H]: what input_rows describes; only where rows are copied
         ("activation", "<u8"),  # bf16 [num_rows, I]
         ("output", "<u8"),  # bf16 [num_rows, H]
@@ -47,7 +49,7 @@ EXPERT_MATMUL_ARGUMENTS = np.dtype(
         ("error_record", "<u8"),  # uint64: 0, or what a wait that ran out of time was for (bounded_wait.cuh)
         ("abort_word", "<u8"),  # uint64 or 0: other than 0 once some PE has given up; waits for words then end
         ("wait_limit_clocks", "<i8"),
-        ("num_experts", "<i4"),  # E, 1 to MAX_LOCAL_EXPERTS
+        ("num_experts", "<i4"),  # E, 0 to MAX_LOCAL_EXPERTS
         ("hidden", "<i4"),  # a multiple of 256
         ("intermediate", "<i4"),  # a multiple of 128
         ("lag_tiles", "<i4"),  # tile_scheduler.cuh
@@ -68,15 +70,12 @@ PRODUCTS_ARGUMENTS = np.dtype(
 
 GROUPING = np.dtype(
     [
-        ("tally", "<u8", (MAX_LOCAL_EXPERTS,)),  # magic << 32 | rows counted so far; grows, never reset
+        ("tally", "<u8", (MAX_LOCAL_EXPERTS,)),  # magic << TALLY_BITS | rows counted so far; grows, never reset
         ("count", "<i4", (MAX_LOCAL_EXPERTS,)),  # rows of each expert
         ("offset", "<i4", (MAX_LOCAL_EXPERTS,)),  # first grouped row, a multiple of TILE_ROWS
         ("num_row_tiles", "<i4"),  # of all experts
         ("padding", "<i4"),
-        ("counted", "<u8"),  # magic: all blocks have added to the tallies
         ("grouped", "<u8"),  # magic: counts, offsets, row_to_token and position are written
-        ("blocks_counted", "<u8"),
-        ("blocks_grouped", "<u8"),
     ]
 )
 
@@ -137,6 +136,7 @@ def header_text() -> str:
         "MAX_EXPERTS": MAX_EXPERTS,
         "MAX_TOP_K": MAX_TOP_K,
         "TILE_ROWS": TILE_ROWS,
+        "TALLY_BITS": TALLY_BITS,
         "PIECE_ROWS": PIECE_ROWS,
         "PIECES_PER_TILE": TILE_ROWS // PIECE_ROWS,
     }

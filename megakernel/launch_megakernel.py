@@ -1,7 +1,7 @@
 """Host side of `megakernel.cu`: the MoE layer of one rank on a GPU, one launch per call.
 
 Needs a Hopper GPU, a `DeviceHeap` on which the switches serve, and torch for memory and streams. The launch goes to torch's
-current stream; a failed wait shows at the next call, or at `check`.
+current stream; a failed wait shows at the next call, or at `raise_on_error`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from inc_runtime.config import LayerShape, Pipeline, Router, check
 from inc_runtime.errors import ConfigurationError, PlacementError
 from inc_runtime.protocol import signal_word
 from megakernel.device_arguments import (
-    GROUPED_SETS,
-    GROUPING,
     HEADERS,
     LAYER_ARGUMENTS,
     MAX_EXPERTS,
     MAX_LOCAL_EXPERTS,
     MAX_TOP_K,
-    TILE_ROWS,
     TRACE_EVENT,
     TRACED_UNITS,
 )
+from megakernel.gpu_checks import check_tensor
+from megakernel.layer_memory import memory_of
 from megakernel.pipeline import device_lags
 
 SOURCE = Path(__file__).with_name("megakernel.cu")
@@ -37,8 +36,6 @@ THREADS = 512
 SHARED_BYTES = 232448 - 1024
 """The 227 KB that a block can have, less what the block's static variables take; compared with sizeof(LayerStorage) there."""
 CLOCKS_PER_SECOND = 2_000_000_000
-ACTIVATION_COLUMNS = 128
-"""Columns of the activation that one tile of MatMul 1 writes."""
 
 
 def check_supported(shape: LayerShape, num_ranks: int, arch: str) -> None:
@@ -56,6 +53,24 @@ def check_supported(shape: LayerShape, num_ranks: int, arch: str) -> None:
     for name, value, good, limit in limits:
         if not good:
             raise ConfigurationError(f"{name} = {value}: the megakernel takes {limit}. Use the host backend, or pad.")
+
+
+def check_heap(heap: DeviceHeap, shape: LayerShape, pipeline: Pipeline) -> None:
+    """Refuse a heap that was laid out for something else. Raises ConfigurationError, PlacementError."""
+    dims = heap.layout.dims
+    if heap.verbs is not Verbs.DIRECT:
+        raise PlacementError("the megakernel takes the direct verbs: beside NVSHMEM's calls ptxas serialises its products.")
+    wanted = {
+        "depth": pipeline.depth,
+        "microbatch_tokens": pipeline.microbatch_tokens,
+        "hidden_size": shape.hidden_size,
+        "ranks_per_phase": pipeline.ranks_per_phase if dims.model.phased else dims.ranks_per_phase,
+    }
+    for name, value in wanted.items():
+        if getattr(dims, name) != value:
+            raise ConfigurationError(f"{name} = {value}: the heap was laid out for {getattr(dims, name)}. Use one for both.")
+    if shape.top_k > dims.top_k:
+        raise ConfigurationError(f"top_k = {shape.top_k}: the heap's records hold {dims.top_k}. Lay it out for the largest k.")
 
 
 def tensor_map(matrix: torch.Tensor, box_rows: int) -> np.ndarray:
@@ -97,92 +112,74 @@ class MegaKernel:
         trace_length: int = 0,
         copies_rows: bool = False,
     ) -> None:
-        num_ranks, self.heap, self.shape, self.pipeline = heap.job.world.num_ranks, heap, shape, pipeline
-        check(shape, pipeline, num_ranks)
-        check_supported(shape, num_ranks, heap.gpu.arch)
+        world, self.heap, self.shape, self.pipeline = heap.job.world, heap, shape, pipeline
+        check(shape, pipeline, world.num_ranks)
+        check_supported(shape, world.num_ranks, heap.gpu.arch)
+        check_heap(heap, shape, pipeline)
         self.device = torch.device(f"cuda:{heap.job.seat.gpu}")
         self.num_blocks = num_blocks or heap.job.seat.num_blocks
-        self.experts = shape.experts_of_rank(heap.job.pe, num_ranks)
+        if self.num_blocks > heap.job.seat.num_blocks:
+            raise ConfigurationError(
+                f"num_blocks = {num_blocks}: the placement gives this rank {heap.job.seat.num_blocks} SMs. Blocks beyond them "
+                "would wait for SMs of other PEs, and the others for these."
+            )
+        self.experts = shape.experts_of_rank(heap.job.pe, world.num_ranks)
         self.copies_rows = copies_rows
-        if heap.verbs is not Verbs.DIRECT:
-            raise PlacementError("the megakernel takes the direct verbs: beside NVSHMEM's calls ptxas serialises its products.")
         defines = ["INC_TRACE"] * (trace_length > 0) + ["INC_COPIES_ROWS"] * copies_rows
         self.built = heap.build(SOURCE, headers=HEADERS, defines=defines)
         heap.gpu.function(self.built.path, KERNEL)  # loaded now: a module cannot be loaded while a graph is captured
-        self._check_weights(gate_up, down)
-        self._kept: list[torch.Tensor] = [gate_up, down]
-        self._record, record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))
+        num = len(self.experts)
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        check_tensor("gate_up", gate_up, self.device, (torch.bfloat16,), (num, 2 * inner, hidden))
+        check_tensor("down", down, self.device, (torch.bfloat16,), (num, hidden, inner))
+        if bias is not None:
+            if shape.router is not Router.SIGMOID:
+                raise ConfigurationError("bias: a softmax router has none. Use Router.SIGMOID, or leave it out.")
+            check_tensor("bias", bias, self.device, (torch.float32,), (shape.num_experts,))
+        self.memory = memory_of(heap, shape, pipeline, num, self.device)
+        self._kept = [gate_up, down, bias]
+        self._record, self._record_address = heap.gpu.pinned(np.dtype([("word", "<u8")]))
         self.arguments = np.zeros((), LAYER_ARGUMENTS)
-        self._fill_matmul(gate_up, down, record_address)
+        self._fill_matmul(gate_up, down)
         self._fill_layer(bias, layer, trace_length)
 
-    def _check_weights(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        num, hidden, inner = len(self.experts), self.shape.hidden_size, self.shape.intermediate_size
-        for name, tensor, wanted in (("gate_up", gate_up, (num, 2 * inner, hidden)), ("down", down, (num, hidden, inner))):
-            good = tensor.dtype == torch.bfloat16 and tensor.device == self.device and tensor.is_contiguous()
-            if tuple(tensor.shape) != wanted or not good:
-                raise ConfigurationError(
-                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, expected contiguous {wanted} "
-                    f"torch.bfloat16 on {self.device}: the experts {self.experts.start} to {self.experts.stop - 1}."
-                )
-
-    def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.zeros(shape, dtype=dtype, device=self.device)
-        self._kept.append(tensor)
-        return tensor
-
-    def _fill_matmul(self, gate_up: torch.Tensor, down: torch.Tensor, record_address: int) -> None:
-        heap, dims, shape = self.heap, self.heap.layout.dims, self.shape
-        hidden, inner, num = shape.hidden_size, shape.intermediate_size, len(self.experts)
-        capacity = dims.expert_row_capacity
-        most = capacity * min(shape.top_k, max(num, 1))
-        self.grouped_capacity = -(-(most + num * (TILE_ROWS - 1)) // TILE_ROWS) * TILE_ROWS
-        rows = GROUPED_SETS * self.grouped_capacity
-        activation = self._zeros(rows, inner, dtype=torch.bfloat16)
-        output = self._zeros(rows, hidden, dtype=torch.bfloat16)
-        matmul = self.arguments["matmul"]
-        if num:
+    def _fill_matmul(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        heap, memory, matmul = self.heap, self.memory, self.arguments["matmul"]
+        if len(self.experts):
             matmul["gate_up_weights"]["words"] = tensor_map(gate_up.flatten(0, 1), 128)
             matmul["down_weights"]["words"] = tensor_map(down.flatten(0, 1), 128)
-        matmul["activation_rows"]["words"] = tensor_map(activation, 64)
-        matmul["output_rows"]["words"] = tensor_map(output, 64)
+        matmul["activation_rows"]["words"] = tensor_map(memory.activation, 64)
+        matmul["output_rows"]["words"] = tensor_map(memory.output, 64)
         matmul["token_rows"] = heap.job.slab + heap.layout.offset(heap.role, "expert_rows")
-        matmul["row_to_token"] = self._zeros(rows, dtype=torch.int32).data_ptr()
-        matmul["activation"], matmul["output"] = activation.data_ptr(), output.data_ptr()
-        tiles = rows // TILE_ROWS
-        matmul["activation_flags"] = self._zeros(tiles, inner // ACTIVATION_COLUMNS, dtype=torch.int64).data_ptr()
+        for name in ("row_to_token", "activation", "output", "activation_flags", "tiles_done", "ticket_word"):
+            matmul[name] = getattr(memory, name).data_ptr()
         if self.copies_rows:
-            grouped = self._zeros(rows, hidden, dtype=torch.bfloat16)
+            grouped = torch.empty_like(memory.output)
+            self._kept.append(grouped)
             matmul["grouped_rows"], matmul["input_rows"]["words"] = grouped.data_ptr(), tensor_map(grouped, 64)
-            matmul["row_tile_arrival"] = self._zeros(tiles, dtype=torch.int64).data_ptr()
-        matmul["tiles_done"] = self._zeros(tiles, dtype=torch.int32).data_ptr()
-        matmul["ticket_word"] = self._zeros(1, dtype=torch.int64).data_ptr()
-        matmul["error_record"] = record_address
+            matmul["row_tile_arrival"] = memory.row_tile_arrival.data_ptr()
+        matmul["error_record"] = self._record_address
         matmul["abort_word"] = heap.job.slab + heap.layout.offset(heap.role, "abort")
         matmul["abort_value"] = signal_word(heap.job.pe + 1, True)
         # Twice the limit of the protocol's waits: those know who is missing, and report first.
         matmul["wait_limit_clocks"] = int(2 * heap.job.environment.wait_limit_s * CLOCKS_PER_SECOND)
-        matmul["num_experts"], matmul["hidden"], matmul["intermediate"] = num, hidden, inner
+        matmul["num_experts"] = len(self.experts)
+        matmul["hidden"], matmul["intermediate"] = self.shape.hidden_size, self.shape.intermediate_size
         matmul["lag_tiles"] = 2 * self.num_blocks
 
     def _fill_layer(self, bias: torch.Tensor | None, layer: int, trace_length: int) -> None:
-        arguments, dims, shape = self.arguments, self.heap.layout.dims, self.shape
-        if bias is not None:
-            self._kept.append(bias)
-            arguments["bias"] = bias.data_ptr()
-        self._chosen = self._zeros(self.pipeline.bound_tokens, shape.top_k, dtype=torch.int32)
-        self._weights = self._zeros(self.pipeline.bound_tokens, shape.top_k, dtype=torch.float32)
-        arguments["groupings"] = self._zeros(GROUPED_SETS * GROUPING.itemsize, dtype=torch.uint8).data_ptr()
-        capacity = dims.expert_row_capacity
-        arguments["position"] = self._zeros(GROUPED_SETS, capacity, shape.top_k, dtype=torch.int32).data_ptr()
+        arguments, memory, shape = self.arguments, self.memory, self.shape
+        arguments["bias"] = 0 if bias is None else bias.data_ptr()
+        arguments["groupings"], arguments["position"] = memory.groupings.data_ptr(), memory.position.data_ptr()
         if trace_length:
             size = self.num_blocks * len(TRACED_UNITS) * trace_length * TRACE_EVENT.itemsize
-            self.trace = self._zeros(size, dtype=torch.uint8)
+            self.trace = torch.zeros(size, dtype=torch.uint8, device=self.device)
             arguments["trace"], arguments["trace_length"] = self.trace.data_ptr(), trace_length
         arguments["num_experts"], arguments["top_k"], arguments["layer"] = shape.num_experts, shape.top_k, layer
         arguments["sigmoid"], arguments["renormalize"] = shape.router is Router.SIGMOID, shape.renormalize
         arguments["first_expert"] = self.experts.start
-        arguments["row_capacity"], arguments["grouped_capacity"] = capacity, self.grouped_capacity
+        arguments["row_capacity"] = self.heap.layout.dims.expert_row_capacity
+        arguments["grouped_capacity"] = memory.grouped_capacity
         lags = device_lags(self.pipeline.depth)
         arguments["group_lag"], arguments["reduce_lag"], arguments["combine_lag"] = lags.group, lags.reduce, lags.combine
 
@@ -201,12 +198,13 @@ class MegaKernel:
 
         `hidden_states` [N, H] bf16; `router_logits` [N, num_experts] float32 or bf16, or `expert_ids` [N, k] int32 with `weights`
         [N, k] float32; all contiguous on this rank's GPU. Returns `out` [N, H], the caller's memory. Asynchronous: the result is
-        there when torch's current stream has come so far, and a failure shows at `check` or at the next call.
+        there when torch's current stream has come so far, and a failure shows at `raise_on_error` or at the next call.
 
         A call may be captured in a CUDA graph, the first one too. A replay reads the same addresses: what they hold may change,
         and with `token_count` [1] int32 on the GPU also how many of the N tokens count; rows of `out` behind them stay.
         """
-        self.check()
+        self.raise_on_error()
+        self.memory.follow(self.heap)
         num_tokens, bound = len(hidden_states), bound_tokens or self.pipeline.bound_tokens
         if num_tokens > bound or bound > self.pipeline.bound_tokens:
             raise ConfigurationError(
@@ -216,46 +214,37 @@ class MegaKernel:
         hidden, num_experts, top_k = self.shape.hidden_size, self.shape.num_experts, self.shape.top_k
         out = torch.empty_like(hidden_states) if out is None else out
         for name, tensor in (("hidden_states", hidden_states), ("out", out)):
-            self._check_tensor(name, tensor, (num_tokens, hidden), (torch.bfloat16,))
+            check_tensor(name, tensor, self.device, (torch.bfloat16,), (num_tokens, hidden))
         arguments = self.arguments
         if router_logits is not None:
-            self._check_tensor("router_logits", router_logits, (num_tokens, num_experts), (torch.float32, torch.bfloat16))
-            arguments["logits"], expert_ids, weights = router_logits.data_ptr(), self._chosen, self._weights
+            check_tensor("router_logits", router_logits, self.device, (torch.float32, torch.bfloat16), (num_tokens, num_experts))
+            arguments["logits"], expert_ids, weights = router_logits.data_ptr(), self.memory.expert_ids, self.memory.weights
             arguments["logits_are_bfloat16"] = router_logits.dtype == torch.bfloat16
         elif expert_ids is not None and weights is not None:
-            self._check_tensor("expert_ids", expert_ids, (num_tokens, top_k), (torch.int32,))
-            self._check_tensor("weights", weights, (num_tokens, top_k), (torch.float32,))
+            check_tensor("expert_ids", expert_ids, self.device, (torch.int32,), (num_tokens, top_k))
+            check_tensor("weights", weights, self.device, (torch.float32,), (num_tokens, top_k))
             arguments["logits"] = 0
         else:
             raise ConfigurationError("give router_logits, or both expert_ids and weights.")
         arguments["tokens"], arguments["output"] = hidden_states.data_ptr(), out.data_ptr()
         arguments["expert_ids"], arguments["weights"] = expert_ids.data_ptr(), weights.data_ptr()
         if token_count is not None:
-            self._check_tensor("token_count", token_count, (1,), (torch.int32,))
+            check_tensor("token_count", token_count, self.device, (torch.int32,), (1,))
         arguments["token_count"] = 0 if token_count is None else token_count.data_ptr()
         arguments["num_tokens"], arguments["bound_tokens"] = num_tokens, bound
         arguments["num_microbatches"] = -(-bound // self.pipeline.microbatch_tokens)
+        self.heap.argument["barrier_after_dispatch"] = self.pipeline.barrier_after_dispatch
         self.heap.launch(
             self.built, KERNEL, [arguments], num_blocks=self.num_blocks, num_threads=THREADS, shared_bytes=SHARED_BYTES,
             stream=torch.cuda.current_stream(self.device).cuda_stream,
         )  # fmt: skip
         return out
 
-    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-        placed = tensor.device == self.device and tensor.is_contiguous()
-        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not placed:
-            raise ConfigurationError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-                f"{'' if tensor.is_contiguous() else ', not contiguous'}, expected contiguous {shape} "
-                f"{' or '.join(map(str, dtypes))} on {self.device}."
-            )
-
-    def check(self) -> None:
+    def raise_on_error(self) -> None:
         """Raise what the kernels of this rank have reported. Raises what `DeviceHeap.check` raises, and TimeoutError."""
         word = int(self._record["word"][0])
-        if self.heap.record["state"][0]:
+        if self.heap.record["state"][0] or word:
             self.heap.check()
-        if word:
             raise TimeoutError(
                 f"{self.heap.job.name}: block {word >> 40} of the megakernel gave up at wait {word >> 32 & 255} of "
                 f"bounded_wait.cuh, detail {word & 0xFFFFFFFF}. Look whether another process holds its SMs."

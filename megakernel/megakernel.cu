@@ -33,8 +33,13 @@ struct LayerStorage {
   GroupScratch group;
   ReceivedRows received[2];  // a microbatch is reduced one step after it is grouped, at most
   uint64_t first_magic;
-  int opened;  // microbatches whose counts the load warp has read
+  volatile int opened[1 + RowCopier::WARPS];  // microbatches whose counts the load warp, and the warps that copy, have read
   bool aborted;
+
+  // True once none of this block's warps will read the counts of microbatch `number` for the first time.
+  __device__ bool counts_read(int number) const {
+    return opened[0] > number && (GATHER || (opened[1] > number && opened[2] > number));
+  }
 };
 static_assert(sizeof(LayerStorage) <= 232448 - 1024, "more than the 227 KB of a block, less a kilobyte for its static variables");
 
@@ -55,7 +60,7 @@ struct GroupedMicrobatches {
     return !wait.aborted();
   }
   __device__ __forceinline__ void opened(int number) const {
-    if (threadIdx.x % WARP == 0) *static_cast<volatile int*>(&shared.opened) = number + 1;
+    if (threadIdx.x % WARP == 0) shared.opened[0] = number + 1;
   }
 };
 
@@ -96,10 +101,10 @@ struct VectorStages {
     trace.begin();
     if (!wait_for_expert_rows(heap, team, magic, received)) return false;
     if (team.thread == 0) shared.received[number % 2] = received;
+    team.sync();
     trace.end(TracedStage::WAIT, magic, 0);
     trace.begin();
-    BoundedWait wait(arguments.matmul);
-    group_microbatch(heap, team, arguments, magic, number, received, shared.group, wait);
+    if (!group_microbatch(heap, team, arguments, magic, number, received, shared.group)) return false;
     trace.end(TracedStage::GROUP, magic, received.num_rows);
     return true;
   }
@@ -109,13 +114,12 @@ struct VectorStages {
     const ReceivedRows received = shared.received[number % 2];
     trace.begin();
     BoundedWait wait(arguments.matmul);
-    reduce_microbatch(heap, team, arguments, magic, number, received, wait);
+    bool good = reduce_microbatch(heap, team, arguments, magic, number, received, wait);
     if (team.warp() == 0) {
-      wait.until(WaitTag::ORDER_READ, number, [&] { return *static_cast<volatile int*>(&shared.opened) > number; });
-      if (team.lane() == 0) shared.aborted = aborted(heap);
+      wait.until(WaitTag::ORDER_READ, number, [&] { return shared.counts_read(number); });
+      good = good && !wait.expired && !wait.aborted();
     }
-    team.sync();
-    if (shared.aborted) return false;
+    if (!team.all(good)) return false;
     publish_partial_sums(heap, team, magic);
     trace.end(TracedStage::REDUCE, magic, received.num_rows);
     return true;
@@ -131,20 +135,31 @@ struct VectorStages {
 
   __device__ bool due(int number) const { return number >= 0 && number < arguments.num_microbatches; }
 
-  __device__ void run() {
+  // Returns false after an abort.
+  __device__ bool run() {
     for (int step = 0; step < arguments.num_microbatches + arguments.combine_lag; ++step) {
-      if (due(step) && !send(step)) return;
-      if (due(step - arguments.group_lag) && !group(step - arguments.group_lag)) return;
-      if (due(step - arguments.reduce_lag) && !reduce(step - arguments.reduce_lag)) return;
-      if (due(step - arguments.combine_lag) && !combine(step - arguments.combine_lag)) return;
+      if (due(step) && !send(step)) return false;
+      if (due(step - arguments.group_lag) && !group(step - arguments.group_lag)) return false;
+      if (due(step - arguments.reduce_lag) && !reduce(step - arguments.reduce_lag)) return false;
+      if (due(step - arguments.combine_lag) && !combine(step - arguments.combine_lag)) return false;
     }
+    return true;
   }
 };
+
+// The launch has no result: the host of this rank is told, and the other PEs are, where this one gave up. One thread.
+__device__ inline void report_abort(const Heap& heap, const LayerArguments& arguments) {
+  BoundedWait(arguments.matmul).record(WaitTag::ABORTED, 0);
+  if (load_word(own<char>(heap, RankRegion::abort)) == arguments.matmul.abort_value) raise_abort(heap);
+}
 
 __device__ __forceinline__ void run_vector_warps(const Heap& heap, const LayerArguments& arguments, LayerStorage& shared) {
   const Team team{int(blockIdx.x), int(gridDim.x), int(threadIdx.x) - MATMUL_THREADS, VECTOR_THREADS};
   const StageTrace trace(arguments.trace, arguments.trace_length, TracedUnit::VECTOR, team.thread == 0);
-  VectorStages{heap, arguments, shared, team, trace}.run();
+  if (!VectorStages{heap, arguments, shared, team, trace}.run()) {
+    if (team.thread == 0) report_abort(heap, arguments);
+    return;
+  }
   if (finish_packet(heap, team, Packet::LEAVE, 0, team.num_blocks) && team.lane() == 0)
     *own<uint64_t>(heap, RankRegion::magic) = shared.first_magic + arguments.num_microbatches - 1;
 }
@@ -156,17 +171,23 @@ __device__ __forceinline__ void run_layer(const Heap& heap, const LayerArguments
   if (threadIdx.x == 0) {
     MatmulRoles<GATHER>::initialize(shared.matmul);
     shared.first_magic = *own<uint64_t>(heap, RankRegion::magic) + 1;
-    shared.opened = 0;
+    for (volatile int& opened : shared.opened) opened = 0;
     shared.aborted = aborted(heap);
   }
   if (warp == 1) prefetch_maps(arguments.matmul);
   __syncthreads();
-  if (shared.aborted) return;
+  if (shared.aborted) {
+    if (threadIdx.x == 0) report_abort(heap, arguments);
+    return;
+  }
   const StageTrace trace(arguments.trace, arguments.trace_length, TracedUnit::MATRIX, threadIdx.x == MATRIX_WARP * WARP);
   MatmulRoles<GATHER> role{arguments.matmul, shared.matmul, BoundedWait(arguments.matmul), trace};
   if (warp < MATRIX_WARP) {
     give_up_registers<MOVER_REGISTERS>();
-    if (!GATHER && warp >= GATHER_WARP) RowCopier::run(arguments, shared.first_magic, warp - GATHER_WARP, role.wait);
+    if (!GATHER && warp >= GATHER_WARP) {
+      const int copier = warp - GATHER_WARP;
+      RowCopier::run(arguments, shared.first_magic, copier, shared.opened[1 + copier], role.wait);
+    }
     role.move(warp, GroupedMicrobatches{arguments, shared, shared.first_magic, arguments.num_microbatches});
   } else if (warp < VECTOR_WARP) {
     take_registers<MATRIX_REGISTERS>();

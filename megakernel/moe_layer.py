@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from inc_runtime.backends.host import HostPe
+from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.collectives.microbatch import Call
 from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, Router, RowFormat, check
 from inc_runtime.errors import ConfigurationError
@@ -23,6 +24,7 @@ from megakernel.baseline import run_baseline
 from megakernel.checkpoint import ExpertWeights
 from megakernel.experts import HostExperts, rows_to_numpy
 from megakernel.fused_layer import LayerInput, run_fused
+from megakernel.gpu_layer import GpuLayer, make_baseline, make_megakernel
 from megakernel.implementations import MODELS_OF, check_model
 from megakernel.library_group import LibraryGroup
 
@@ -32,8 +34,9 @@ TORCH_DTYPES = {RowFormat.BFLOAT16: torch.bfloat16, RowFormat.FLOAT32: torch.flo
 class MoELayer:
     """One MoE layer of a model, on one compute rank. Several layers may share one `backend`, in the same order on all ranks.
 
-    `backend`: the PE that `HostPe.join` returned, or for the Baseline a torch.distributed process group of the compute
-    ranks (None: the default group). `experts`: the weights of this rank's experts, `shape.experts_of_rank(rank, W)`.
+    `backend`: the PE that `HostPe.join` returned, or a `DeviceHeap` on GPUs, or for the Baseline a torch.distributed process
+    group of the compute ranks (None: the default group). `experts`: this rank's, `shape.experts_of_rank(rank, W)`; on a Hopper
+    GPU with a `DeviceHeap`, or with a NCCL group for the Baseline. Then all tensors of a call are on that GPU.
     `layer` names the layer in headers, so that ranks that call layers in another order are refused; default: a running number.
     `bias` [E] float32 is added to sigmoid scores for the selection. `model` is for the Baseline; the others take it from
     the backend. Raises: ConfigurationError before anything is sent.
@@ -44,7 +47,7 @@ class MoELayer:
         shape: LayerShape,
         pipeline: Pipeline,
         implementation: Implementation,
-        backend: HostPe | torch.distributed.ProcessGroup | None,
+        backend: HostPe | DeviceHeap | torch.distributed.ProcessGroup | None,
         experts: ExpertWeights,
         *,
         bias: torch.Tensor | None = None,
@@ -53,6 +56,7 @@ class MoELayer:
     ) -> None:
         self.dtype = TORCH_DTYPES[pipeline.row_format]
         self.implementation = implementation
+        self.gpu: GpuLayer | None = None
         if isinstance(backend, HostPe):
             self._pe: HostPe | None = backend
             self.model = backend.layout.dims.model
@@ -68,6 +72,15 @@ class MoELayer:
             backend.num_layers += 1
             _check_heap(backend, shape, pipeline)
             self.trace = backend.trace
+        elif isinstance(backend, DeviceHeap):
+            self.model = backend.layout.dims.model
+            check_model(implementation, self.model)
+            layer = backend.num_layers if layer is None else layer
+            backend.num_layers += 1
+            checked = None if bias is None else torch.from_numpy(_checked_bias(bias, shape))
+            kernel = make_megakernel(backend, shape, pipeline, experts, checked, layer)
+            self.gpu = GpuLayer(kernel, shape, pipeline.bound_tokens, kernel.device, (torch.float32, torch.bfloat16))
+            return
         else:
             if implementation is not Implementation.BASELINE:
                 raise ConfigurationError(
@@ -76,6 +89,12 @@ class MoELayer:
                 )
             self._pe = None
             self.model = model or MODELS_OF[implementation][0]
+            check_model(implementation, self.model)
+            if experts.gate_up.device.type == "cuda":
+                checked = None if bias is None else torch.from_numpy(_checked_bias(bias, shape))
+                run = make_baseline(shape, pipeline, backend, experts, checked, self.model)
+                self.gpu = GpuLayer(run, shape, pipeline.bound_tokens, experts.gate_up.device, (torch.float32,))
+                return
             self.trace = OpTrace(torch.distributed.get_rank(backend))
             self._library = LibraryGroup(backend, self.trace)
             rank, num_ranks = self._library.rank, self._library.num_ranks
@@ -97,15 +116,20 @@ class MoELayer:
     ) -> torch.Tensor:
         """Run the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
 
-        `hidden_states` [N, H] on the CPU in the pipeline's row format, bfloat16 or float32, N between 0 and the pipeline's
-        bound; `router_logits` [N, E], any float dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1 where a choice does
-        not count, with `weights` [N, k] float. Returns [N, H] in the caller's memory: `out` if given, never a view of a slot.
+        `hidden_states` [N, H] on the CPU (or the experts' GPU) in the pipeline's row format, bfloat16 or float32, N between 0
+        and the pipeline's bound; `router_logits` [N, E], any float dtype, finite. Or `expert_ids` [N, k] int32 or int64, -1
+        where a choice does not count, with `weights` [N, k] float. Returns [N, H] in the caller's memory: `out` if given, never
+        a view of a slot.
 
         `bound_tokens`: the most tokens that any rank brings to this call, if all ranks know it: no more microbatches than it
         needs are run. Equal on all ranks, at most the pipeline's bound, which is the default.
 
         Raises: ConfigurationError before anything is sent; ArrivalTimeout, PeerDied or Aborted while running.
         """
+        if (router_logits is None) == (expert_ids is None) or (expert_ids is None) != (weights is None):
+            raise ConfigurationError("give either router_logits, or both expert_ids and weights, not both forms.")
+        if self.gpu is not None:
+            return self.gpu(hidden_states, router_logits, expert_ids, weights, out, bound_tokens)
         call = self.call if bound_tokens is None else _bounded(self.call, bound_tokens)
         shape = call.shape
         self._check_hidden_states(hidden_states, call.pipeline.bound_tokens)
@@ -117,15 +141,12 @@ class MoELayer:
             )
         tokens = rows_to_numpy(hidden_states.detach())
         if router_logits is not None:
-            if expert_ids is not None or weights is not None:
-                raise ConfigurationError("give either router_logits, or expert_ids with weights, not both.")
             logits = router_logits.detach().float().cpu().numpy()
             _check_num_tokens("router_logits", len(logits), len(tokens))
             check_router_logits(logits, shape)
             given = LayerInput(shape, tokens, logits=logits, bias=self._bias)
         else:
-            if expert_ids is None or weights is None:
-                raise ConfigurationError("give router_logits, or both expert_ids and weights.")
+            assert expert_ids is not None and weights is not None
             ids, chosen = expert_ids.detach().cpu().numpy(), weights.detach().float().cpu().numpy()
             check_expert_ids(ids, chosen, len(tokens), shape)
             chosen = np.where(ids < 0, np.float32(0), chosen)
@@ -136,6 +157,11 @@ class MoELayer:
         else:
             run_baseline(self._library, call, self.model, self._experts, given, target)
         return out
+
+    def raise_on_error(self) -> None:
+        """Raise ConfigurationError for what only the GPU could see in a call that has finished; on the host there is nothing."""
+        if self.gpu is not None:
+            self.gpu.run.raise_on_error()
 
     def _check_hidden_states(self, hidden_states: torch.Tensor, bound: int) -> None:
         shape = self.call.shape

@@ -59,6 +59,8 @@ class DataFile:
     def provenance(self) -> str:
         """Source, placement, commit, date and device in one line."""
         where = "" if self.source == SIMULATED else f", placement {self.placement}"
+        if self.source == PUBLISHED:
+            return f"{self.source}{where}"
         seen = f", {self.device}" if self.source in (ON_HOST, ON_GPU) else ""
         return f"{self.source}{where}, commit {self.commit}, {self.date or 'no date'}{seen}"
 

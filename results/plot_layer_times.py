@@ -37,7 +37,9 @@ def series_of(files: Sequence[DataFile]) -> dict[str, dict[int, float]]:
             if row["metric"] != metric or not plain:
                 continue
             group = row.get("ranks_per_phase", "") if row["implementation"].endswith("_phased") else ""
-            more = [row.get("collective", ""), f"G = {group}" if group else "", row.get("shape", "").replace("olmoe", "")]
+            port = row.get("rank_port_gbps", "")
+            more = [row.get("collective", ""), f"G = {group}" if group else "", f"ports of {port} GB/s" if port else ""]
+            more.append(row.get("shape", "").replace("olmoe", ""))
             label = ", ".join([row["implementation"], *filter(None, more)])
             x = int(row[size])
             series[label][x] = min(float(row["value"]), series[label].get(x, float("inf")))

@@ -109,6 +109,27 @@ def price_of_phases(path: Path, target: Path) -> None:
     _finish(figure, "Price of phases, OLMoE, 4,096 tokens per rank, real switch, cut-through", points, target)
 
 
+def phases_under_skew(path: Path, target: Path) -> None:
+    """Price against G, a line per routing, a panel per port; without the barrier in paler lines."""
+    points = read_points(path)
+    free = {p.series: p for p in points if p.implementation == "megakernel_inc"}
+    ports = list(dict.fromkeys(series.split("|")[1] for series in free))
+    figure, axes = plt.subplots(1, len(ports), figsize=(10, 4.4), sharey=True)
+    for axis, port in zip(axes, ports, strict=True):
+        for color, series in zip(COLORS, [s for s in free if s.endswith(port)], strict=False):
+            for barrier, alpha in (("1", 1.0), ("0", 0.4)):
+                own = [p for p in points if p.series == series and p.row["barrier"] == barrier]
+                price = [p.layer_time_us / free[series].layer_time_us for p in own]
+                label = series.split("|")[0].replace("_", " ") + (", no barrier" if barrier == "0" else "")
+                axis.plot([p.x for p in own], price, "--o", ms=4, color=color, alpha=alpha, label=label)
+        axis.axhline(1, color="black", lw=0.7)
+        axis.set(title=f"port of a rank: {port}", xlabel="ranks per phase G")
+        _log_axis(axis, sorted({p.x for p in points}))
+    axes[0].set_ylabel("layer time, phased over collective INC")
+    axes[0].legend(fontsize=8)
+    _finish(figure, "Phases under skew, OLMoE, W = 8, 4,096 tokens per rank, real switch, event mode", points, target)
+
+
 def best_microbatch(path: Path, target: Path) -> None:
     """Best m_b with its 2 % range, the fitted formula and the post's rule."""
     points = read_points(path)
@@ -197,6 +218,7 @@ FIGURES: dict[str, Callable[[Path, Path], None]] = {
     "speed_up_against_ranks": speed_up_against_ranks,
     "speed_up_against_link": speed_up_against_link,
     "price_of_phases": price_of_phases,
+    "phases_under_skew": phases_under_skew,
     "best_microbatch": best_microbatch,
     "busiest_unit": busiest_unit,
     "two_level": two_level,

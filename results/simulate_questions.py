@@ -1,6 +1,6 @@
-"""What would in-network computing give on real switches? Six questions, each with a data file, a table and a figure.
+"""What would in-network computing give on real switches? Seven questions, each with a data file, a table and a figure.
 
-    python -m results.simulate_questions                       all six
+    python -m results.simulate_questions                       all of them
     python -m results.simulate_questions --question two_level  one of them
 
 Every number is simulated and names its calibration. Data: results/data/simulated_layer_QUESTION_COMMIT.csv; the table in
@@ -28,6 +28,7 @@ from inc_runtime.simulator.models import PUBLIC_MODELS
 from inc_runtime.simulator.output import base_row, git_commit, write_rows
 from inc_runtime.simulator.plan import LayerPlan
 from inc_runtime.simulator.scenario import Forwarding, NetworkSpec, Scenario, SwitchKind, TopologyKind
+from inc_runtime.simulator.traffic import RoutingKind, RoutingSpec
 from results.plot_simulated import FIGURES
 from results.simulated_tables import TABLES
 
@@ -111,6 +112,21 @@ def price_of_phases(study: Study) -> Iterator[Row]:
             yield row_of(result, f"W = {ranks}", group, memory_mib=scenario.switch_row_bytes() / 2**20)
 
 
+def phases_under_skew(study: Study) -> Iterator[Row]:
+    """Phased over collective INC under skewed routing, on NVLink-class and on 400 Gbit/s ports, with the barrier and without."""
+    for kind in (RoutingKind.UNIFORM, RoutingKind.ZIPF, RoutingKind.HOT_RANK):
+        for port in (None, 50.0):
+            base = Scenario("olmoe_1b_7b", num_ranks=8, implementation=INC, tokens_per_rank=TOKENS, microbatch_tokens=512)
+            base = replace(base, routing=RoutingSpec(kind)).with_network(port_gbps=port)
+            series = f"{kind.value}|{'nvlink' if port is None else '50 GB/s'}"
+            yield row_of(study.event(base), series, 8, memory_mib=base.switch_row_bytes() / 2**20)
+            for group in (1, 2, 4, 8):
+                for barrier in (True, False):
+                    phased = replace(base, implementation=PHASED, ranks_per_phase=group, barrier_after_dispatch=barrier)
+                    more = {"memory_mib": phased.switch_row_bytes() / 2**20, "barrier": int(barrier)}
+                    yield row_of(study.event(phased), series, group, **more)
+
+
 def best_microbatch(study: Study) -> Iterator[Row]:
     """Layer time against m_b for each N: the best m_b, beside the formula of the post."""
     kinds = (
@@ -170,11 +186,12 @@ QUESTIONS: dict[str, Callable[[Study], Iterator[Row]]] = {
     "speed_up_against_ranks": speed_up_against_ranks,
     "speed_up_against_link": speed_up_against_link,
     "price_of_phases": price_of_phases,
+    "phases_under_skew": phases_under_skew,
     "best_microbatch": best_microbatch,
     "busiest_unit": busiest_unit,
     "two_level": two_level,
 }
-MORE_COLUMNS = ("question", "series", "x", "busiest", "busy", "memory_mib")
+MORE_COLUMNS = ("question", "series", "x", "busiest", "busy", "memory_mib", "barrier")
 
 
 def answer(question: str, calibration: Calibration, output: Path) -> Path:

@@ -66,6 +66,27 @@ def price_of_phases(path: Path) -> str:
     return _table("Price of phases against G and against switch memory", note, points, header, lines)
 
 
+def phases_under_skew(path: Path) -> str:
+    """Layer time by routing and G, over the collective form."""
+    points = read_points(path)
+    free = {p.series: p for p in points if p.implementation == "megakernel_inc"}
+    phased = [p for p in points if p.implementation == "megakernel_inc_phased"]
+    groups = sorted({p.x for p in phased})
+    lines = []
+    for series, collective in free.items():
+        for barrier, name in (("1", "barrier"), ("0", "no barrier")):
+            own = {p.x: p for p in phased if (p.series, p.row["barrier"]) == (series, barrier)}
+            prices = [f"{own[g].layer_time_us / collective.layer_time_us:.3f}" for g in groups]
+            lines.append([series.replace("|", ", "), name, f"{collective.layer_time_us:,.0f}", *prices])
+    memory = {p.x: float(p.row["memory_mib"]) for p in phased}
+    held = "; ".join(f"G = {g:g}: {memory[g]:.0f}" for g in groups)
+    collective_held = float(next(iter(free.values())).row["memory_mib"])
+    note = "OLMoE, W = 8, 4,096 tokens per rank, m_b = 512, real switch, event mode; layer time over that of collective INC."
+    header = ["routing, port", "phased dispatch ends with", "collective, us", *(f"G = {g:g}" for g in groups)]
+    text = _table("Do phases help under skew?", note, points, header, lines)
+    return text + f"\nMiB of rows that the larger switch holds: {held}; collective: {collective_held:.0f}.\n"
+
+
 def best_microbatch(path: Path) -> str:
     """Best m_b by N beside the formula."""
     points = read_points(path)
@@ -115,6 +136,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "speed_up_against_ranks": speed_up_against_ranks,
     "speed_up_against_link": speed_up_against_link,
     "price_of_phases": price_of_phases,
+    "phases_under_skew": phases_under_skew,
     "best_microbatch": best_microbatch,
     "busiest_unit": busiest_unit,
     "two_level": two_level,

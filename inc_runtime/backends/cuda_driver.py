@@ -134,6 +134,15 @@ class Gpu:
             self._functions[cubin, name] = call("cuModuleGetFunction", self.module(cubin), name.encode())
         return self._functions[cubin, name]
 
+    @property
+    def num_sms(self) -> int:
+        attribute = driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return call("cuDeviceGetAttribute", attribute, self.device)
+
+    def resident_blocks(self, function: Any, num_threads: int, shared_bytes: int = 0) -> int:
+        """Blocks of a kernel that the GPU holds at once, when nothing else runs."""
+        return call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, num_threads, shared_bytes) * self.num_sms
+
     def launch(
         self,
         function: Any,
@@ -152,13 +161,8 @@ class Gpu:
         attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         if shared_bytes > 48 * 1024:
             call("cuFuncSetAttribute", function, attribute, shared_bytes)
-        if resident:
-            per_sm = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, num_threads, shared_bytes)
-            sms = call("cuDeviceGetAttribute", driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, self.device)
-            if num_blocks > per_sm * sms:
-                raise PlacementError(
-                    f"{num_blocks} blocks of {num_threads} threads cannot all be resident: the GPU holds {per_sm * sms}."
-                )
+        if resident and num_blocks > (most := self.resident_blocks(function, num_threads, shared_bytes)):
+            raise PlacementError(f"{num_blocks} blocks of {num_threads} threads cannot all be resident: the GPU holds {most}.")
         held = [np.ascontiguousarray(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(argument.ctypes.data for argument in held))
         call(

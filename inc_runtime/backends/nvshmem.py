@@ -27,7 +27,7 @@ from inc_runtime.compile_cache import Built, Verbs, build
 from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
-from inc_runtime.heap_layout import BF16, ERROR_BYTES, HeapLayout, Kind
+from inc_runtime.heap_layout import BF16, ERROR_BYTES, STARTS_AT_ZERO, HeapLayout, Kind
 from inc_runtime.mps import require_daemon
 from inc_runtime.placement import Placement, PlacementKind, choose, place
 from inc_runtime.protocol import Role, World, magic_of
@@ -48,11 +48,12 @@ INIT_COMPLETE = 2
 """Least status of an NVSHMEM that device code can use."""
 
 NVSHMEM_OVERHEAD_BYTES = 64 << 20
-ZEROED = ("magic", "chunks_sent", "error_record")
 SWITCH_LIMIT_SHARE = 0.75
 """A switch gives up before the ranks that wait for it do: it knows which rank is missing."""
 
 POLL_S = 0.001
+CLOCK_SOURCE = Path(__file__).resolve().parent.parent / "device" / "clock.cu"
+CLOCK_TRIES = 100
 REPORT_LIMIT_S = 2.0
 
 
@@ -154,6 +155,25 @@ class NvshmemJob:
         """Tell NVSHMEM about a module that calls its device API."""
         self._bindings.cumodule_init(int(self.gpu.module(built.path)))
 
+    def clock_offset_ns(self) -> int:
+        """Nanoseconds from this GPU's timer to the host's monotonic clock; of many tries the quickest counts: right to a few us.
+
+        Clocks drift: measure it anew for every long run, and while no kernel runs. Raises PlacementError where none answers.
+        """
+        function = self.gpu.function(build(CLOCK_SOURCE, arch=self.gpu.arch).path, "clock_kernel")
+        answer, address = self.gpu.pinned(np.dtype([("now", "<u8")]))
+        quickest, offset = float("inf"), 0
+        for _ in range(CLOCK_TRIES):
+            answer["now"], begin = 0, time.monotonic_ns()
+            self.gpu.launch(function, [np.array(address, np.uint64)], num_blocks=1, num_threads=1)
+            while not answer["now"][0]:
+                if time.monotonic_ns() > begin + 5_000_000_000:
+                    raise PlacementError(f"{self.name}: a kernel that reads the clock did not answer within 5 s.")
+            end = time.monotonic_ns()
+            if end - begin < quickest:
+                quickest, offset = end - begin, (begin + end) // 2 - int(answer["now"][0])
+        return offset
+
     def barrier(self) -> None:
         """Return once every process has called it. On the host: no kernel is needed, so persistent kernels may run."""
         self._distributed.barrier()
@@ -214,6 +234,9 @@ class DeviceHeap:
         limit_s = job.environment.wait_limit_s * (1.0 if self.role is Role.COMPUTE_RANK else SWITCH_LIMIT_SHARE)
         self.argument = heap_argument(layout, job.pe, job.bases, wait_limit_s=limit_s)
         self.argument["workspace"], self.argument["error_record"] = self.workspace, record_address
+        self.generation = 0
+        self.num_layers = 0
+        self.layer_memory: dict[object, object] = {}  # of the layers on this heap, by their shape
         self._owned = [self.workspace]
         if layout.dims.model.in_network and self.role is Role.COMBINE_SWITCH:
             self._allocate_sums()
@@ -240,18 +263,25 @@ class DeviceHeap:
             self._owned.append(int(self.argument["landing"]))
 
     def reset(self, *, poison: bool = False) -> None:
-        """Rebuild the heap: flags and magic from zero. Collective; no kernel may run."""
+        """Rebuild the heap: flags and magic from zero. Collective; no kernel may run. What kernels keep elsewhere is then stale:
+        `generation` grows."""
+        self.generation += 1
         self.job.barrier()
         for name, region in self.layout.regions(self.role).items():
             if region.private:
                 continue
-            fresh = region.kind is Kind.FLAGS or name in ZEROED
+            fresh = region.kind is Kind.FLAGS or name in STARTS_AT_ZERO
             if fresh or poison:
                 address = self.job.slab + self.layout.offset(self.role, name)
                 self.gpu.fill(address, 0 if fresh else 0xFF, region.num_bytes(self.layout.dims))
         self.gpu.fill(self.workspace, 0, WORKSPACE.itemsize)
         self.record.view(np.uint8)[...] = 0
         self.job.barrier()
+
+    def pace_ports(self, rank_port_gbps: float) -> None:
+        """Let no rank send or receive faster than this, in GB/s each way; 0: as fast as it can. Equal on all PEs of the job."""
+        self.argument["port_ps_per_kib"] = round(1024e3 / rank_port_gbps) if rank_port_gbps else 0
+        self.argument["clock_offset_ns"] = self.job.clock_offset_ns() if rank_port_gbps else 0
 
     def write_region(self, name: str, value: np.ndarray) -> None:
         """Overwrite a whole region of this PE from the host, for a benchmark that replays half of the protocol."""

@@ -20,7 +20,7 @@ from inc_runtime.backends.base import BasePe
 from inc_runtime.backends.link_model import LinkModel
 from inc_runtime.config import SumOrder
 from inc_runtime.errors import ArrivalTimeout, Deadlock, ProtocolViolation
-from inc_runtime.heap_layout import HeapLayout
+from inc_runtime.heap_layout import STARTS_AT_ZERO, HeapLayout
 from inc_runtime.one_sided import Awaited, Flag, Piece, Segment
 from inc_runtime.op_trace import Event
 from inc_runtime.protocol import Tag, World, magic_of, signal_word
@@ -175,7 +175,7 @@ class SimulatedPe(BasePe):
         slab = np.full(layout.heap_bytes, POISON, np.uint8)
         memory = layout.carve(world.role_of(pe), slab)
         for name, region in layout.regions(world.role_of(pe)).items():
-            if not region.private and (region.kind.value == "flags" or name in ("magic", "chunks_sent", "error_record")):
+            if not region.private and (region.kind.value == "flags" or name in STARTS_AT_ZERO):
                 memory[name][...] = 0
         super().__init__(pe, world, layout, memory, traced=traced, sum_order=simulation.sum_order)
         self._outstanding = 0

@@ -47,6 +47,9 @@ class Packet(enum.IntEnum):
     # And in the phased models.
     PLACE_GRANTED = 8
     PHASE_OPENED = 9
+    # Of the layer, by set of grouped rows in place of the slot.
+    ROWS_TALLIED = 11
+    ROWS_GROUPED = 12
 
 
 class ExchangeMode(enum.IntEnum):
@@ -121,6 +124,8 @@ HEAP = _struct(
     ("row_of_token", "<u8"),  # int32 [D, m_b, W]
     ("token_of_row", "<u8"),  # int32 [D, W, m_b]
     ("wait_limit_ns", "<u8"),
+    ("port_ps_per_kib", "<u8"),  # what a KiB costs on a port of a rank; 0: no pacing
+    ("clock_offset_ns", "<i8"),  # of the host's clock against this GPU's
     ("row_bytes", "<u4"),
     ("record_bytes", "<u4"),
     ("pe", "<i4"),
@@ -208,7 +213,8 @@ def c_struct(name: str, dtype: np.dtype, known: dict[str, np.dtype] = STRUCTS) -
     return f"struct {name} {{\n" + "\n".join(lines) + f"\n}};\nstatic_assert(sizeof({name}) == {dtype.itemsize});\n"
 
 
-def _c_enum(kind: type[enum.IntEnum]) -> str:
+def c_enum(kind: type[enum.IntEnum]) -> str:
+    """The C text of an enum of the same name."""
     members = "".join(f"    {member.name} = {int(member)},\n" for member in kind)
     return f"enum class {kind.__name__} : int {{\n{members}}};\n"
 
@@ -224,7 +230,7 @@ def header_text() -> str:
             "namespace inc {",
             *(f"constexpr int {name} = {value};" for name, value in limits.items()),
             "",
-            *(_c_enum(kind) for kind in (ErrorKind, Packet, ExchangeMode)),
+            *(c_enum(kind) for kind in (ErrorKind, Packet, ExchangeMode)),
             *(c_struct(name, dtype) for name, dtype in STRUCTS.items()),
             "}  // namespace inc",
             "",

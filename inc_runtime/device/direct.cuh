@@ -30,6 +30,15 @@ __device__ inline Remote record_on(const Heap& heap, int destination, uint64_t s
     return {destination, offset_of(heap, RankRegion::expert_rows_routing, slot, uint64_t(heap.pe) * heap.microbatch_tokens + row)};
 }
 
+// One row to another rank, out of this rank's port and into its own. One warp.
+template <class Region>
+__device__ inline void pass_both_ports(const Heap& heap, int destination, int lane) {
+    if (destination == heap.pe) return;
+    const uint64_t num_bytes = heap.row_bytes + (Relay<Region>::DISPATCH ? heap.record_bytes : 0);
+    warp_passes_port(heap, heap.pe, Port::EGRESS, num_bytes, lane);
+    warp_passes_port(heap, destination, Port::INGRESS, num_bytes, lane);
+}
+
 // The header of the message to each rank, with the number of its rows, by one warp. `header`: that of the microbatch.
 __device__ inline void put_headers(const Heap& heap, uint64_t slot, const Messages& messages, const char* header, int lane) {
     for (int step = 0; step < heap.num_ranks; ++step) {
@@ -57,6 +66,7 @@ __device__ inline void send_whole_messages(const Heap& heap, const Team& team, u
         const int destination = destination_of(heap, step), rows = __shfl_sync(ALL_LANES, messages.rows, step);
         const int total = team.total_warps(), skip = (team.number_of_warp() - first % total + total) % total;
         for (int row = skip; row < rows; row += total) {
+            pass_both_ports<Region>(heap, destination, lane);
             if constexpr (Relay<Region>::DISPATCH)
                 Link::put_words(heap, record_at(destination, row), heap.record_bytes, lane, 1,
                                 [&](int) { return record_on(heap, destination, slot, row); });

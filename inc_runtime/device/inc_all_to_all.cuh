@@ -61,6 +61,8 @@ __device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t m
     for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units;
          unit += cut.num_blocks * team.num_warps()) {
         const int token = cut.token(unit), first_byte = cut.part(unit) * cut.part_bytes;
+        const int row_bytes = cut.has_row(unit) ? cut.part_bytes : 0, record_bytes = cut.has_record(unit) ? int(heap.record_bytes) : 0;
+        warp_passes_port(heap, heap.pe, Port::EGRESS, row_bytes + record_bytes, lane);
         if (cut.has_record(unit)) {
             const Remote target{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
             put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), target, routed, token, lane);

@@ -57,9 +57,12 @@ __device__ inline void publish_partial_sums(const Heap& heap, const Team& team, 
     const auto plan = [&](int first_token) {
         return Remote{heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_routing, slot, 0, heap.pe, first_token)};
     };
-    for (int first = team.number_of_warp() * WARP; first < num_tokens; first += team.total_warps() * WARP)
-        Link::put_words(heap, own<char>(heap, RankRegion::tokens_routing, slot, first),
-                        min(WARP, num_tokens - first) * heap.record_bytes, lane, 1, [&](int) { return plan(first); });
+    for (int first = team.number_of_warp() * WARP; first < num_tokens; first += team.total_warps() * WARP) {
+        const int num_bytes = min(WARP, num_tokens - first) * heap.record_bytes;
+        warp_passes_port(heap, heap.pe, Port::EGRESS, num_bytes, lane);
+        Link::put_words(heap, own<char>(heap, RankRegion::tokens_routing, slot, first), num_bytes, lane, 1,
+                        [&](int) { return plan(first); });
+    }
     if (team.block == 0 && team.warp() == 0)
         Link::put_words(heap, reinterpret_cast<const char*>(header), HEADER_FIELDS * 8, lane, 1, [&](int) {
             return Remote{heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_header, slot, 0, heap.pe)};

@@ -4,7 +4,7 @@
 // Waits on, signals: nothing. Writes: tokens_header and tokens_routing of this PE, and what `put_record` puts. Cost: small.
 #pragma once
 
-#include "one_sided.cuh"
+#include "pacing.cuh"
 
 namespace inc {
 

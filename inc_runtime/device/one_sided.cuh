@@ -135,13 +135,18 @@ __device__ inline ErrorRecord& error_record(const Heap& heap) { return *reinterp
 // True in the first thread of this PE that has something to report.
 __device__ inline bool claim_error(const Heap& heap) { return atomicCAS(&workspace(heap).error_claimed, 0u, 1u) == 0u; }
 
-// Publish the record that the claimant has filled, and raise the abort word of every PE that has none. The first abort wins.
-__device__ inline void publish_error(const Heap& heap) {
-    fence_system();
-    *const_cast<volatile uint32_t*>(&error_record(heap).state) = 1;
+// Raise the abort word of every PE in this PE's name. One thread.
+__device__ inline void raise_abort(const Heap& heap) {
     Link::quiet();
     const uint64_t offset = offset_of(heap, RankRegion::abort);  // the first region of every role
     for (int pe = 0; pe < heap.num_pes; ++pe) Link::raise(heap, {pe, offset}, signal_word(heap.pe + 1, true));
+}
+
+// Publish the record that the claimant has filled, and raise the abort words. The first abort wins.
+__device__ inline void publish_error(const Heap& heap) {
+    fence_system();
+    *const_cast<volatile uint32_t*>(&error_record(heap).state) = 1;
+    raise_abort(heap);
 }
 
 __device__ inline bool aborted(const Heap& heap) { return load_word(own<char>(heap, RankRegion::abort)) != 0; }

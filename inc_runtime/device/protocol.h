@@ -160,7 +160,23 @@ struct Dims {
             ? microbatch_tokens
             : 1;
     }
-    INC_HOST_DEVICE constexpr int64_t relay_cells() const { return larger(512 / num_ranks(), 8); }
+    INC_HOST_DEVICE constexpr int64_t relay_cells() const {
+        return (combine_chunks() > dispatch_chunks())
+            ? ((512 / num_ranks()) > 8)
+            ? ((512 / num_ranks()) > (((2 * depth) * num_ranks()) * combine_chunks()))
+            ? ((2 * depth) * num_ranks()) * combine_chunks()
+            : 512 / num_ranks()
+            : ((((2 * depth) * num_ranks()) * combine_chunks()) < 8)
+            ? ((2 * depth) * num_ranks()) * combine_chunks()
+            : 8
+            : ((512 / num_ranks()) > 8)
+            ? ((512 / num_ranks()) > (((2 * depth) * num_ranks()) * dispatch_chunks()))
+            ? ((2 * depth) * num_ranks()) * dispatch_chunks()
+            : 512 / num_ranks()
+            : ((((2 * depth) * num_ranks()) * dispatch_chunks()) < 8)
+            ? ((2 * depth) * num_ranks()) * dispatch_chunks()
+            : 8;
+    }
     INC_HOST_DEVICE constexpr int64_t num_relays() const { return world.num_dispatch_switches + world.num_combine_switches; }
     INC_HOST_DEVICE constexpr int64_t dispatch_chunks() const {
         return larger(ceil_div(dispatch_plane_tokens(), rows_per_chunk()), 1);
@@ -260,7 +276,8 @@ enum class RankRegion : int {
     chunks_sent = 21,  // this rank; this rank
     chunk_header = 22,  // this rank; its own put
     phase_opened = 23,  // relay; this rank
-    NUM_REGIONS = 24,
+    ports = 24,  // whoever moves rows through a port of this rank; the same
+    NUM_REGIONS = 25,
 };
 
 INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
@@ -289,6 +306,7 @@ INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
         case RankRegion::chunks_sent: return {"chunks_sent", Kind::CONTROL, Element::UINT64, 0x07u, false};
         case RankRegion::chunk_header: return {"chunk_header", Kind::CONTROL, Element::INT64, 0x07u, false};
         case RankRegion::phase_opened: return {"phase_opened", Kind::FLAGS, Element::UINT64, 0x04u, false};
+        case RankRegion::ports: return {"ports", Kind::CONTROL, Element::UINT64, 0x7fu, false};
         default: return {"?", Kind::CONTROL, Element::UINT8, 0u, true};
     }
 }
@@ -319,6 +337,7 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::chunks_sent: return {1, {d.num_relays()}};
         case RankRegion::chunk_header: return {3, {d.num_relays(), d.relay_cells(), 7}};
         case RankRegion::phase_opened: return {3, {d.depth, d.combine_planes(), d.num_ranks()}};
+        case RankRegion::ports: return {1, {2}};
         default: return {0, {}};
     }
 }

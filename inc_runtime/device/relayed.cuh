@@ -1,7 +1,9 @@
 // How a rank sends through a relay switch. Twin: inc_runtime/collectives/relayed.py. Without switches: direct.cuh.
 //
-// Each chunk of a message is one packet of one warp into a cell of the relay. The chunks of one microbatch are numbered through, message by message, and dealt to the warps of all blocks in turn; a warp waits
-// for the credit of the cell that its chunk's number gives. Waits on: relay_credits. Signals: relay_arrived. Writes: relay_chunk, relay_header, relay_rows, relay_routing on the relay; chunk_header here.
+// Each chunk of a message is one packet of one warp into a cell of the relay. The chunks of one microbatch are numbered through,
+// message by message, and dealt to the warps of all blocks in turn; a warp waits for the credit of the cell that its chunk's number
+// gives. Waits on: relay_credits. Signals: relay_arrived. Writes: relay_chunk, relay_header, relay_rows, relay_routing on the relay;
+// chunk_header here.
 // Cost: one remote store per row, a fence and a flag per chunk.
 #pragma once
 
@@ -52,6 +54,12 @@ __device__ inline void put_scattered_words(int num_words, int lane, SourceAt sou
     }
 }
 
+// What a chunk costs on a port: its rows and, where it has them, their records.
+template <class Region>
+__device__ inline uint64_t bytes_of_chunk(const Heap& heap, int num_rows) {
+    return uint64_t(num_rows) * (heap.row_bytes + (Relay<Region>::DISPATCH ? heap.record_bytes : 0));
+}
+
 // Send one chunk: the fields, for a dispatch `header` and records, the rows. `row_at(i)` is where row i of the message stands,
 // `record_at(i)` its record. One warp, which has the credit of the cell.
 template <class Region, class RowAt, class RecordAt>
@@ -72,6 +80,7 @@ __device__ inline void send_chunk(const Heap& heap, uint64_t chunk, uint64_t mag
         Link::put_words(heap, source, num_bytes, lane, 1,
                         [&](int) { return Remote{relay, offset_of(heap, region, heap.pe, cell)}; });
     };
+    warp_passes_port(heap, heap.pe, Port::EGRESS, bytes_of_chunk<Region>(heap, part.num_rows), lane);
     put_fixed(reinterpret_cast<const char*>(own_fields), CHUNK_FIELDS * 8, Region::relay_chunk);
     if constexpr (Relay<Region>::DISPATCH) {
         put_fixed(header, HEADER_FIELDS * 8, Region::relay_header);

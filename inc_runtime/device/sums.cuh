@@ -8,12 +8,12 @@
 
 namespace inc {
 
-__device__ inline void add_row_words(float (&sum)[8], uint4 words) {
+__device__ inline void add_row_words(float (&sum)[8], uint4 words, float weight = 1.0f) {
     const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        sum[2 * i] += __uint_as_float(pairs[i] << 16);
-        sum[2 * i + 1] += __uint_as_float(pairs[i] & 0xffff0000u);
+        sum[2 * i] += weight * __uint_as_float(pairs[i] << 16);
+        sum[2 * i + 1] += weight * __uint_as_float(pairs[i] & 0xffff0000u);
     }
 }
 

@@ -2,7 +2,7 @@
 // error record (who waited, for what), and nothing traps; the host must look at the record before it uses results.
 // Two kinds:
 //   - for words of other blocks or PEs (`until`): after `wait_limit_clocks` the thread goes on as if the word had come, and
-//     never waits for words again. The stages' own barriers stay in step, so the launch ends in order, with worthless results.
+//     never waits for words again. The stages' own barriers stay in step, so their roles end in order, with worthless results.
 //   - for barriers in shared memory (`on_barrier`): those complete once words do, so eight limits without one mean a broken
 //     pipeline: the thread arrives nowhere any more and takes no further tile, its partners follow, and the launch ends.
 //     (Leaving by `exit` instead makes ptxas serialise the matrix products of the whole kernel.)
@@ -38,7 +38,8 @@ enum class WaitTag : uint32_t {
   GROUPED_ROWS = 9,       // load warp: the rows of a microbatch are grouped by expert
   BLOCKS = 10,            // vector warps: all blocks have counted their rows
   EXPERT_OUTPUTS = 11,    // vector warps: MatMul 2 has written the rows of a token
-  ORDER_READ = 12,        // vector warps: the load warp has read the counts of the microbatch
+  ORDER_READ = 12,        // vector warps: load and copy warps have read the counts of the microbatch
+  ABORTED = 13,           // nothing: this or another PE had given up, and the launch ended early
 };
 
 // One acquire load of a growing 64-bit word written by another SM of this GPU.
@@ -63,6 +64,7 @@ struct BoundedWait {
   __device__ __forceinline__ explicit BoundedWait(const ExpertMatmulArguments& arguments) : arguments(arguments) {}
 
   // Full warps; the same answer in every lane.
+  __device__ __forceinline__ bool failed() const { return __any_sync(~0u, broken); }
   __device__ __forceinline__ bool aborted() const {
     return arguments.abort_word != 0 && __any_sync(~0u, system_word_reached(pointer<uint64_t>(arguments.abort_word), 1));
   }
@@ -107,9 +109,10 @@ struct BoundedWait {
     const uint64_t value = uint64_t(blockIdx.x) << 40 | uint64_t(tag) << 32 | detail;
     cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*pointer<uint64_t>(arguments.error_record))
         .compare_exchange_strong(expected, value, cuda::memory_order_relaxed);
+    uint64_t none = 0;
     if (arguments.abort_word != 0)  // so that all other waits of this PE end
       cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*pointer<uint64_t>(arguments.abort_word))
-          .store(arguments.abort_value, cuda::memory_order_relaxed);
+          .compare_exchange_strong(none, arguments.abort_value, cuda::memory_order_relaxed);
   }
 };
 

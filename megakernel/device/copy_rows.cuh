@@ -32,8 +32,9 @@ struct RowCopier {
     }
   }
 
-  // One of the WARPS warps of a block, number `warp`: all microbatches.
-  static __device__ __forceinline__ void run(const LayerArguments& arguments, uint64_t first_magic, int warp, BoundedWait& wait) {
+  // One of the WARPS warps of a block, number `warp`: all microbatches. `opened` says of how many it has read the counts.
+  static __device__ __forceinline__ void run(const LayerArguments& arguments, uint64_t first_magic, int warp, volatile int& opened,
+                                             BoundedWait& wait) {
     const ExpertMatmulArguments& matmul = arguments.matmul;
     for (int number = 0; number < arguments.num_microbatches; ++number) {
       const Grouping& grouping = grouping_of(arguments, number);
@@ -42,6 +43,8 @@ struct RowCopier {
       if (wait.aborted()) return;
       const int first_row = number % GROUPED_SETS * arguments.grouped_capacity;
       const int num_pieces = grouping.num_row_tiles * PIECES_PER_TILE;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) opened = number + 1;
       for (int piece = blockIdx.x * WARPS + warp; piece < num_pieces; piece += gridDim.x * WARPS) {
         const int row = first_row + piece * PIECE_ROWS;
         for (int i = 0; i < PIECE_ROWS; ++i) copy_row(matmul, row + i);

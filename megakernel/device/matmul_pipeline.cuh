@@ -89,7 +89,7 @@ __device__ __forceinline__ bool take_tile(SharedStorage& shared, TurnPosition& t
   __syncwarp();
   if (threadIdx.x % 32 == 0) wait.arrive(&shared.tile_free[slot]);
   ++turn.number;
-  return tile.num_rows > 0 && !wait.broken;
+  return tile.num_rows > 0 && !wait.failed();
 }
 
 // --- load warp, one lane ---------------------------------------------------------------------------------------
@@ -176,6 +176,7 @@ __device__ __forceinline__ void skip_stages(SharedStorage& shared, StagePosition
   for (int k = 0; k < num_k_blocks; ++k, ++position.number) {
     wait.on_barrier(&shared.filled[position.slot()], position.parity(), WaitTag::STAGE_FILLED, k);
     release_stage(shared, position.slot(), wait);
+    __syncwarp();  // no lane may fall two phases of a barrier behind
   }
 }
 

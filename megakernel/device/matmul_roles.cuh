@@ -44,7 +44,7 @@ struct MatmulRoles {
       const uint32_t stage = position.slot();
       if (leader && k == max(num_k - DRAW_AHEAD, 0)) ticket = tickets().draw();
       wait.on_barrier(&shared.empty[stage], position.parity() ^ 1, WaitTag::STAGE_EMPTY, k);
-      if (wait.broken) break;
+      if (wait.failed()) break;
       if (leader) {
         ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &shared.filled[stage], bytes);
         Stage::load_columns(arguments, shared, tile, k, stage);
@@ -80,7 +80,7 @@ struct MatmulRoles {
     int ticket = blockIdx.x, before = 0;  // tickets of earlier microbatches
     if (threadIdx.x % 32 == 0) tickets().open(microbatches.first_magic);
 #pragma unroll 1
-    for (int number = 0; number < microbatches.count && !wait.broken; ++number) {
+    for (int number = 0; number < microbatches.count && !wait.failed(); ++number) {
       TileFinder tiles{shared.order, nullptr, nullptr, MatmulGateUp::num_column_tiles(arguments),
                        MatmulDown::num_column_tiles(arguments), microbatches.first_magic + number};
       if (!microbatches.open(number, tiles, wait)) break;
@@ -90,7 +90,7 @@ struct MatmulRoles {
       microbatches.opened(number);
       const int num_tiles = shared.order.num_tiles;
 #pragma unroll 1
-      while (!wait.broken && ticket - before < num_tiles) {
+      while (!wait.failed() && ticket - before < num_tiles) {
         const Tile tile = tiles.find(ticket - before);
         publish_tile(shared, turn, tile, wait);
         if (tile.product == Product::GATE_UP)

@@ -7,8 +7,7 @@
 // `lag_tiles` tiles of MatMul 1 come between, so that its rows are normally complete when it starts and still in L2.
 // Inside a segment: groups of ROW_GROUP row tiles, within a group column by column, so that one sweep over an
 // expert's weights serves ROW_GROUP row tiles (at H = 2048: 8 MB of rows, of 60 MB L2).
-// A tile waits only for tiles earlier in the order, and those have been drawn by blocks that run: waits are finite for any
-// grid, resident or not.
+// A tile waits only for tiles earlier in the order, and those have been drawn by blocks that run.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,6 @@
 namespace inc {
 
 constexpr int ROW_GROUP = 16;        // row tiles that share one sweep over the columns
-constexpr int TICKET_BITS = 24;      // of the ticket word: tiles of a launch; above them its magic
 
 enum class Product : int32_t { GATE_UP = 0, DOWN = 1 };
 
@@ -123,18 +121,18 @@ struct TileFinder {
   }
 };
 
-// The atomic word that tickets are drawn from: magic of the launch above TICKET_BITS, tickets drawn so far below. It
+// The atomic word that tickets are drawn from: magic of the launch above TALLY_BITS, tickets drawn so far below. It
 // only grows, so no launch has to reset it. Executed by one thread of each block.
 struct TicketWord {
   uint64_t* word;
 
   __device__ __forceinline__ void open(uint64_t magic) const {
-    atomicMax(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(magic << TICKET_BITS));
+    atomicMax(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(magic << TALLY_BITS));
   }
   // Every block starts with the tile of its own number, without drawing.
   __device__ __forceinline__ int draw() const {
     const uint64_t drawn = atomicAdd(reinterpret_cast<unsigned long long*>(word), 1ull);
-    return static_cast<int>(drawn & ((1u << TICKET_BITS) - 1)) + static_cast<int>(gridDim.x);
+    return static_cast<int>(drawn & ((1u << TALLY_BITS) - 1)) + static_cast<int>(gridDim.x);
   }
 };
 

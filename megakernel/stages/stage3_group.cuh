@@ -4,7 +4,7 @@
 // A set of the grouped rows serves again three microbatches later. Then the sums of its microbatch are back (combine comes at
 // most two steps after group), so all blocks have published it, which a block does once its rows are reduced and its load warp
 // has read the counts.
-// Waits on: `counted` (the other blocks). Signals: `grouped` = magic. Reads: expert_rows_routing. Writes: count, offset,
+// Waits on: the other blocks. Signals: `grouped` = magic. Reads: expert_rows_routing. Writes: count, offset,
 // row_to_token [grouped rows] (rows of all slots of expert_rows; -1 beyond an expert's), position [R, k], tiles_done = 0,
 // row_tile_arrival = 0.
 // Cost: two passes over the records; one meeting of the blocks where there are more than 128 rows.
@@ -36,32 +36,15 @@ __device__ inline void visit_local_choices(const Heap& heap, const LayerArgument
   }
 }
 
-// The last of `num_blocks` blocks to arrive raises `word`. With `waits` the team goes on when it is raised, or after an abort.
-__device__ inline void meet_blocks(const Team& team, uint64_t& arrived, uint64_t& word, int num_blocks, uint64_t magic, bool waits,
-                                   BoundedWait& wait) {
-  team.sync();
-  if (team.warp() == 0) {
-    __threadfence();
-    if (team.lane() == 0) {
-      const bool last = num_blocks == 1 || atomicAdd(reinterpret_cast<unsigned long long*>(&arrived), 1ull) == num_blocks - 1;
-      if (last) {
-        arrived = 0;
-        __threadfence();
-        store_word_of_gpu(&word, magic);
-      }
-    }
-    __syncwarp();
-    if (waits && num_blocks > 1)
-      wait.until(WaitTag::BLOCKS, uint32_t(magic), [&] { return __all_sync(ALL_LANES, word_reached(&word, magic)); });
-  }
-  if (waits) team.sync();
-}
+__device__ inline int tallied(uint64_t word) { return int(word & ((1u << TALLY_BITS) - 1)); }
 
-__device__ inline void group_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
-                                        int number, const ReceivedRows& received, GroupScratch& scratch, BoundedWait& wait) {
+// Returns false after an abort.
+__device__ inline bool group_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
+                                        int number, const ReceivedRows& received, GroupScratch& scratch) {
   const int num_experts = arguments.matmul.num_experts, set = number % GROUPED_SETS;
   const int num_blocks = max(1, min(team.num_blocks, (received.num_rows + team.num_threads - 1) / team.num_threads));
-  if (team.block >= num_blocks) return;
+  if (team.block >= num_blocks) return true;
+  const Team takers{team.block, num_blocks, team.thread, team.num_threads};
   Grouping& grouping = grouping_of(arguments, number);
   const int share = (received.num_rows + num_blocks - 1) / num_blocks;
   const int begin = min(team.block * share, received.num_rows), end = min(begin + share, received.num_rows);
@@ -75,19 +58,19 @@ __device__ inline void group_microbatch(const Heap& heap, const Team& team, cons
   team.sync();
   for (int expert = team.thread; expert < num_experts; expert += team.num_threads) {
     unsigned long long* tally = reinterpret_cast<unsigned long long*>(&grouping.tally[expert]);
-    atomicMax(tally, static_cast<unsigned long long>(magic) << 32);
-    scratch.next[expert] = int(atomicAdd(tally, static_cast<unsigned long long>(scratch.next[expert])));
+    atomicMax(tally, static_cast<unsigned long long>(magic) << TALLY_BITS);
+    scratch.next[expert] = tallied(atomicAdd(tally, static_cast<unsigned long long>(scratch.next[expert])));
   }
-  meet_blocks(team, grouping.blocks_counted, grouping.counted, num_blocks, magic, true, wait);
+  if (!meet(heap, takers, Packet::ROWS_TALLIED, set, magic, [](int) { return true; })) return false;
 
   int32_t* row_to_token = pointer<int32_t>(arguments.matmul.row_to_token);
-  // First row tile of each expert, by one warp: two experts a lane.
+  // First row tile of each expert, by one warp.
   if (team.warp() == 0) {
     const int lane = team.lane();
     int before = 0;
     for (int base = 0; base < num_experts; base += WARP) {
       const int expert = base + lane;
-      const int rows = expert < num_experts ? int(__ldcg(reinterpret_cast<const unsigned long long*>(&grouping.tally[expert]))) : 0;
+      const int rows = expert < num_experts ? tallied(__ldcg(reinterpret_cast<const unsigned long long*>(&grouping.tally[expert]))) : 0;
       const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
       int sum = tiles;
 #pragma unroll
@@ -125,7 +108,9 @@ __device__ inline void group_microbatch(const Heap& heap, const Team& team, cons
       }
       position[int64_t(i) * arguments.top_k + choice] = row;
     });
-  meet_blocks(team, grouping.blocks_grouped, grouping.grouped, num_blocks, magic, false, wait);
+  if (finish_packet(heap, takers, Packet::ROWS_GROUPED, set, num_blocks) && team.lane() == 0)
+    store_word_of_gpu(&grouping.grouped, magic);
+  return true;
 }
 
 }  // namespace inc

@@ -1,31 +1,18 @@
 // Stage 7, reduce: the partial sum of a received row, over its choices on this rank, in the order of the choices, float32,
 // rounded once. It overwrites the row, in the slot. One warp per row; a warp takes 32 rows at a time and sums those whose
 // experts are done, so that rows leave while the last tiles of a microbatch still run.
-// Waits on: tiles_done of the row tiles (stage 6). Signals: nothing; publish_partial_sums follows.
+// Waits on: `grouped` (stage 3), tiles_done of the row tiles (stage 6). Signals: nothing; publish_partial_sums follows.
 // Reads: expert outputs [grouped rows, H] bf16, position [R, k], weights in expert_rows_routing. Writes: expert_rows.
 // Cost: reads one row per choice on this rank, writes one row.
 #pragma once
 
 #include "stage3_group.cuh"
 #include "stage6_matmul_down.cuh"
+#include "sums.cuh"
 
 namespace inc {
 
 constexpr int POLL_NS = 1000;  // every vector warp of the GPU polls here for most of a microbatch
-
-// Adds weight * 8 bf16 values.
-__device__ __forceinline__ void add_scaled(float (&sum)[8], uint4 words, float weight) {
-  const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum[2 * i] += weight * __uint_as_float(pairs[i] << 16);
-    sum[2 * i + 1] += weight * __uint_as_float(pairs[i] & 0xffff0000u);
-  }
-}
-
-__device__ __forceinline__ uint4 rounded(const float (&sum)[8]) {
-  return {pack_bfloat16(sum[0], sum[1]), pack_bfloat16(sum[2], sum[3]), pack_bfloat16(sum[4], sum[5]), pack_bfloat16(sum[6], sum[7])};
-}
 
 // One warp. `place` in lane c: grouped row of choice c, or -1; `weight` its weight.
 __device__ __forceinline__ void reduce_row(const Heap& heap, const char* outputs, char* row, int place, float weight, int lane) {
@@ -51,12 +38,12 @@ __device__ __forceinline__ void reduce_row(const Heap& heap, const char* outputs
 #pragma unroll
       for (int n = 0; n < AT_ONCE; ++n)
 #pragma unroll
-        for (int p = 0; p < PIECES; ++p) add_scaled(sum[p], words[n][p], factor[n]);
+        for (int p = 0; p < PIECES; ++p) add_row_words(sum[p], words[n][p], factor[n]);
     }
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
       const uint32_t byte = start + (p * WARP + lane) * 16;
-      if (byte < heap.row_bytes) store_16_bytes(row + byte, rounded(sum[p]));
+      if (byte < heap.row_bytes) store_16_bytes(row + byte, round_to_bf16(sum[p]));
     }
   }
 }
@@ -79,8 +66,8 @@ struct OutputsOfRow {
   }
 };
 
-// After an abort it leaves rows out.
-__device__ inline void reduce_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
+// Returns false in warps that had to leave rows out.
+__device__ inline bool reduce_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
                                          int number, const ReceivedRows& received, BoundedWait& wait) {
   const int lane = team.lane(), num_warps = team.num_blocks * team.num_warps();
   const int32_t* position =
@@ -90,16 +77,17 @@ __device__ inline void reduce_microbatch(const Heap& heap, const Team& team, con
     return __all_sync(ALL_LANES, word_reached(&grouping_of(arguments, number).grouped, magic));
   });
   for (int first = team.block * team.num_warps() + team.warp(); first < received.num_rows; first += num_warps * WARP) {
-    const int own = first + lane * num_warps;
-    OutputsOfRow outputs_of_own{position + int64_t(own) * arguments.top_k};
-    uint32_t pending = __ballot_sync(ALL_LANES, own < received.num_rows);
+    const int row_of_lane = first + lane * num_warps;
+    OutputsOfRow outputs_of_lane{position + int64_t(row_of_lane) * arguments.top_k};
+    uint32_t pending = __ballot_sync(ALL_LANES, row_of_lane < received.num_rows);
     while (pending) {
       uint32_t ready = 0;
       wait.until<POLL_NS>(WaitTag::EXPERT_OUTPUTS, number, [&] {
-        ready = __ballot_sync(ALL_LANES, (pending >> lane & 1) && outputs_of_own.done(arguments));
+        ready = __ballot_sync(ALL_LANES, (pending >> lane & 1) && outputs_of_lane.done(arguments));
         return ready != 0;
       });
-      if (ready == 0) return;
+      __syncwarp();  // a lane has acquired what the others read
+      if (ready == 0) return false;
       pending &= ~ready;
       for (; ready; ready &= ready - 1) {
         const int i = first + (__ffs(ready) - 1) * num_warps;
@@ -112,6 +100,7 @@ __device__ inline void reduce_microbatch(const Heap& heap, const Team& team, con
       }
     }
   }
+  return true;
 }
 
 }  // namespace inc

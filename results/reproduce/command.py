@@ -20,7 +20,7 @@ from types import FrameType
 from inc_runtime.doctor import Report, demo_heap_bytes, judge
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.machine import Machine, look
-from inc_runtime.placement_plan import plan_placements
+from inc_runtime.placement import plan_placements
 from inc_runtime.protocol import World
 from results.data_files import ON_GPU, PUBLISHED, read_folder
 from results.provenance import ROOT

@@ -44,6 +44,12 @@ def draw(files: Sequence[DataFile], target: Path) -> bool:
         from results import plot_stage_timeline
 
         plot_stage_timeline.draw(first.path, target)
+    elif first.measurement == "collectives":
+        if not any(row.get("rank_port_gbps") for row in first.rows):
+            return False  # its drawing sets paced ports beside free ones
+        from results import plot_collectives
+
+        plot_collectives.draw(first.path, target)
     else:
         from results import plot_layer_times
 

@@ -83,20 +83,21 @@ def _ran(standing: Standing) -> list[str]:
 
 
 def _not_run(standing: Standing) -> list[str]:
-    lines = []
+    steps_of: dict[tuple[str, str], list[str]] = {}
     for step in standing.steps:
         progress = standing.state.steps.get(step.name)
         if step.name in standing.done:
             continue
         if why := standing.missing.get(step.name):
-            lines.append([step.name, step.shows, why.reason, why.remedy or "-"])
+            reason = why.reason, why.remedy or "-"
         elif progress is not None and progress.problem:
-            lines.append([step.name, step.shows, f"It failed: {progress.problem}", f"See run/logs/{step.name}.log"])
+            reason = f"It failed: {progress.problem}", f"See run/logs/{step.name}.log"
         else:
-            lines.append([step.name, step.shows, "It has not been run here yet.", f"inc reproduce --only {step.name}"])
-    head = ["step", "shows", "reason", "remedy"]
+            reason = "It has not been run here yet.", "inc reproduce"
+        steps_of.setdefault(reason, []).append(f"{step.name}: {step.shows}")
     out = [html.heading(2, "What was not run on this machine, and why")]
-    out += [html.table(head, lines)] if lines else [html.paragraph("Every step has run.")]
+    lines = [["\n".join(names), *reason] for reason, names in steps_of.items()]
+    out += [html.table(["steps", "reason", "remedy"], lines)] if lines else [html.paragraph("Every step has run.")]
     out += [html.heading(3, "What no step measures")]
     return [*out, html.table(["part of the evaluation", "reason"], [list(line) for line in NO_STEP])]
 

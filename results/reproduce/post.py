@@ -68,7 +68,9 @@ def our_lines(files: Iterable[DataFile]) -> list[Line]:
     pools: dict[str, list[dict[str, str]]] = defaultdict(list)
     for file in files:
         if file.measurement == "moe_layer" and file.source == ON_GPU:
-            pools[f"{file.source}, placement {file.placement}, commit {file.commit}, {file.device}"] += file.rows
+            alone = len({row["implementation"] for row in file.rows}) == 1  # a part: its rivals are in other files
+            part = "" if alone or not file.part else f" ({file.part})"
+            pools[f"{file.source}, placement {file.placement}, commit {file.commit}{part}, {file.device}"] += file.rows
         elif file.source == SIMULATED and file.part == "best_microbatch":
             plain = [row for row in file.rows if row["implementation"] == "megakernel"]
             for switch in ("real", "emulated"):
@@ -80,36 +82,44 @@ def our_lines(files: Iterable[DataFile]) -> list[Line]:
 
 def _lines_of(origin: str, rows: list[dict[str, str]]) -> list[Line]:
     """Speed-ups of the pairs, each implementation at the best of the microbatches that were tried."""
-    best: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
+    best: dict[tuple[str, str, str, str], dict[int, float]] = defaultdict(dict)
     for row in rows:
         olmoe = row.get("shape", "olmoe") in ("olmoe", "") and row.get("routing", "uniform") in ("uniform", "")
         if row["metric"] == "layer_time" and olmoe:
             group = row.get("ranks_per_phase", "") if row["implementation"].endswith("_phased") else ""
-            times, tokens = best[row["implementation"], row["num_ranks"], group], int(row["num_tokens"])
+            port = row.get("rank_port_gbps", "")
+            times, tokens = best[row["implementation"], row["num_ranks"], port, group], int(row["num_tokens"])
             times[tokens] = min(times.get(tokens, float("inf")), float(row["value"]))
     lines = []
     for slow, fast in PAIRS:
-        for (name, ranks, group), times in best.items():
-            for (other, other_ranks, other_group), fast_times in best.items():
+        for (name, ranks, port, group), times in best.items():
+            for (other, other_ranks, other_port, other_group), fast_times in best.items():
                 same_group = not (group and other_group) or group == other_group
-                if (name, other) != (slow, fast) or ranks != other_ranks or not same_group:
+                if (name, other) != (slow, fast) or (ranks, port) != (other_ranks, other_port) or not same_group:
                     continue
                 values = {n: time / fast_times[n] for n, time in times.items() if n in fast_times}
                 phases = f", G = {group or other_group}" if group or other_group else ""
+                ports = f", ports of {port} GB/s" if port else ""
                 if values:
-                    lines.append(Line((slow, fast), f"{origin}, W = {ranks}{phases}", values))
+                    lines.append(Line((slow, fast), f"{origin}, W = {ranks}{phases}{ports}", values))
     return lines
 
 
-def busy_shares(file: DataFile) -> dict[str, float]:
-    """Shares of a traced launch in which the matrix and the vector warps of a block work, on average over the blocks."""
+def busy_shares(file: DataFile) -> dict[str, str]:
+    """Shares of a traced launch in which the matrix and the vector warps of a block work, on average over the blocks.
+
+    The time of `reduce` holds its waits for the products, so that for the vector warps there are only bounds.
+    """
     begin = min(float(row["first_begin_us"]) for row in file.rows)
     span = max(float(row["last_end_us"]) for row in file.rows) - begin
-    spent = {"matrix": 0.0, "vector": 0.0}
+    spent = {"matrix": 0.0, "vector": 0.0, "reduce": 0.0}
     for row in file.rows:
         if row["stage"] != "wait":
-            spent["matrix" if row["stage"].startswith("matmul") else "vector"] += float(row["us_per_block"])
-    return {unit: time / span for unit, time in spent.items()}
+            unit = "matrix" if row["stage"].startswith("matmul") else "reduce" if row["stage"] == "reduce" else "vector"
+            spent[unit] += 100 * float(row["us_per_block"]) / span
+    most = spent["vector"] + spent["reduce"]
+    vector = f"between {spent['vector']:.0f} % (without reduce) and {most:.0f} % (reduce with its waits for the products)"
+    return {"matrix": f"{spent['matrix']:.0f} %", "vector": vector}
 
 
 def facts(files: Sequence[DataFile], post: DataFile) -> list[Fact]:
@@ -118,7 +128,7 @@ def facts(files: Sequence[DataFile], post: DataFile) -> list[Fact]:
     for file in files:
         if file.measurement == TIMELINE:
             for unit, share in busy_shares(file).items():
-                found[f"busy_{unit}"].append((f"{100 * share:.0f} %", file.provenance))
+                found[f"busy_{unit}"].append((share, file.provenance))
         if file.measurement == "collectives":
             means = sorted({float(row["value"]) for row in file.rows if row["metric"] == "rows_per_token"})
             if means:

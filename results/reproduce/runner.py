@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -91,10 +92,10 @@ class Runner:
             for number, step in enumerate(steps, 1):
                 estimate = self.estimate(step)
                 bar.set_description(f"{number}/{len(steps)} {step.name}")
-                begin = bar.n
+                tick = partial(advance, bar, bar.n, estimate)
                 tqdm.write(f"[{number}/{len(steps)}] {step.name}: {step.shows}; about {duration(estimate)}", file=sys.stderr)
-                problem = self.run_step(step, lambda spent, b=begin, e=estimate: bar.update(min(b + spent, b + e) - bar.n))
-                bar.update(begin + estimate - bar.n)
+                problem = self.run_step(step, tick)
+                tick(estimate)
                 spent = duration(self.state.steps[step.name].seconds)
                 tqdm.write(f"    {f'failed after {spent}: {problem}' if problem else f'done in {spent}'}", file=sys.stderr)
                 failed += [step] if problem else []
@@ -170,6 +171,11 @@ class Runner:
         folder = self.places.previous / kind
         folder.mkdir(parents=True, exist_ok=True)
         shutil.move(path, folder / path.name)
+
+
+def advance(bar: tqdm, begin: float, estimate: float, spent: float) -> None:
+    """Move the bar to where a step stands that has begun at `begin`; never beyond its estimate."""
+    bar.update(begin + min(spent, estimate) - bar.n)
 
 
 def run_command(words: list[str], output, limit: float, begin: float, tick: Callable[[float], object]) -> None:

@@ -105,9 +105,9 @@ def _simulated(question: str, seconds: float) -> Step:
     )
 
 
-def _layer(model: CommunicationModel, group: int | None) -> Step:
-    """The megakernel on one model, checked against float64, then timed. `group`: G of a phased form."""
-    part = model.value + (f"_g{group}" if group else "")
+def _layer(model: CommunicationModel, group: int | None = None, port_gbps: float = 0.0) -> Step:
+    """The megakernel on one model, checked against float64, then timed. `group`: G; `port_gbps`: a bound of each rank's port."""
+    part = model.value + (f"_g{group}" if group else "") + ("_paced" if port_gbps else "")
     file = f"moe_layer_scale_model_{COMMIT}_{part}.csv"
     sizes = "1:1:4,64:64:4,1024:256:4,1024:512:4,4096:1024:4,8192:1024:4,8192:2048:4"
     program = f"{SIX_PES} -m tests.gpu.megakernel_program right time --placement scale_model --model {model.value}"
@@ -116,7 +116,7 @@ def _layer(model: CommunicationModel, group: int | None) -> Step:
         f"time of the MoE layer in one launch, {part}",
         Need.SCALE_MODEL,
         60,
-        (f"{program} --group {group or 1} --tokens {sizes} --times {FOLDER}/{file}",),
+        (f"{program} --group {group or 1} --rank-port-gbps {port_gbps:g} --tokens {sizes} --times {FOLDER}/{file}",),
         (file,),
     )
 
@@ -150,6 +150,25 @@ def _collectives(need: Need, options: str, seconds: float) -> Step:
     )
 
 
+def _native_layer(part: str, options: str, seconds: float) -> Step:
+    """The Baseline with one rank per GPU, and what is plugged in beside it, in one run."""
+    file = f"moe_layer_native_{COMMIT}{f'_{part}' if part else ''}.csv"
+    measure = f"{TORCHRUN} --nproc-per-node 2 -m results.measure_moe_layer --commit {COMMIT}"
+    return Step(
+        f"layer_native{f'_{part}' if part else ''}",
+        f"the layer with a rank per GPU: Baseline, its products alone{', MegaKernel' if part else ', its stages'}",
+        Need.TWO_GPUS,
+        seconds,
+        (f"{measure} --output {FOLDER}/{file} {options}",),
+        (file, file.replace(".csv", ".png"), file.replace(".csv", ".md")),
+    )
+
+
+PORT_GBPS = 92.5
+"""A rank's share at W = 4 of a plain copy between two H200: 370 GB/s in results/data/collectives_scale_model_d453b1b.csv."""
+
+COLLECTIVES_SWEEP = f"--microbatch-tokens 64 1024 4096 --ranks-per-phase 1 4 --rank-port-gbps 0 {PORT_GBPS:g}"
+MEGAKERNEL_PLUG = "--plug megakernel=results.megakernel_plug:plain --stages --tokens 1024 2048 4096 8192 16384"
 FUSED_MODELS = (
     CommunicationModel.INC_ALL_TO_ALL,
     CommunicationModel.ALL_TO_ALL,
@@ -175,16 +194,20 @@ STEPS: tuple[Step, ...] = (
         (f"{PYTHON} results/measure_expert_matmul.py --output {FOLDER}/{PRODUCTS_FILE}",),
         (PRODUCTS_FILE,),
     ),
-    _collectives(Need.SCALE_MODEL, "--sweep", 120),
-    _collectives(Need.ONE_GPU, "--microbatch-tokens 64 1024", 60),
+    _collectives(Need.SCALE_MODEL, COLLECTIVES_SWEEP, 300),
+    _collectives(Need.ONE_GPU, "--microbatch-tokens 64 1024", 120),
     *(_layer(model, group) for model in FUSED_MODELS for group in ((1, 2) if model.phased else (None,))),
+    *(_layer(model, port_gbps=PORT_GBPS) for model in FUSED_MODELS if not model.phased),
     *(_timeline(model) for model in FUSED_MODELS),
+    _native_layer("", "", 240),
+    _native_layer("megakernel", MEGAKERNEL_PLUG, 120),
     _simulated("speed_up_against_ranks", 90),
     _simulated("speed_up_against_link", 30),
     _simulated("price_of_phases", 10),
     _simulated("best_microbatch", 10),
     _simulated("busiest_unit", 10),
     _simulated("two_level", 15),
+    _simulated("phases_under_skew", 60),
     Step(
         "predicted",
         "the simulator, fitted to all measured data, against them",

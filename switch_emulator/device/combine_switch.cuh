@@ -74,7 +74,7 @@ __device__ inline void sum_part(uint32_t members, RowAt row_at, int num_bytes, f
 // on every expert rank, where each has its own. One warp.
 __device__ inline void combine_token(const Heap& heap, const Team& team, const RegroupShared& shared, const Tile& tile,
                                      const Pass& pass, int index, int part, int part_bytes, uint64_t slot,
-                                     uint64_t first_row = 0) {
+                                     uint64_t first_row) {
     const uint32_t members = tile.mask[index], pulled = members & pass.ready;
     const bool complete = (members & ~(pass.ready | pass.done)) == 0, first = pass.done == 0;
     if (pulled == 0 && !(members == 0 && first)) return;
@@ -104,6 +104,28 @@ __device__ inline void combine_token(const Heap& heap, const Team& team, const R
             complete ? staged : nullptr, team.lane());
         if (complete) Link::put_row(heap, staged, part_bytes, team.lane(), 1, [&](int) { return sum; });
         __syncwarp();
+    }
+}
+
+// Pull and add the tokens of one tile in one pass. All warps.
+__device__ inline void combine_tile(const Heap& heap, const Team& team, const RegroupShared& shared, const Tile& tile,
+                                    const Pass& pass, uint64_t slot, uint64_t first_row = 0) {
+    const int parts = parts_of_row(tile.num_tokens, team.num_warps(), heap.row_bytes), part_bytes = heap.row_bytes / parts;
+    const int end = tile.num_tokens * parts, step = team.num_warps(), lane = team.lane();
+    int paid = 0;
+    for (int unit = team.warp(); unit < end; unit += step) {
+        if (paced(heap) && paid-- == 0) {
+            paid = ROWS_AT_ONCE - 1;
+            pass_ports(heap, Port::EGRESS, unit, end, step, part_bytes, lane,
+                       [&](int at, int rank) { return tile.mask[at / parts] & pass.ready & 1u << rank ? 1 : 0; });
+            pass_ports(heap, Port::INGRESS, unit, end, step, part_bytes, lane, [&](int at, int rank) {
+                const uint32_t members = tile.mask[at / parts];
+                const bool complete = (members & ~(pass.ready | pass.done)) == 0, first = pass.done == 0;
+                const bool now = complete && (members & pass.ready || (members == 0 && first));
+                return now && sender_of(shared, tile.begin + at / parts) == rank ? 1 : 0;
+            });
+        }
+        combine_token(heap, team, shared, tile, pass, unit / parts, unit % parts, part_bytes, slot, first_row);
     }
 }
 
@@ -155,9 +177,7 @@ __device__ inline bool combine_run(const Heap& heap, const Team& team, const Com
     for (tile.begin = run.begin; tile.begin < run.end; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, run.end - tile.begin);
         if (!run.single_tile()) place_tile(heap, team, run.senders, shared, tile);
-        const int parts = parts_of_row(tile.num_tokens, team.num_warps(), heap.row_bytes), part_bytes = heap.row_bytes / parts;
-        for (int unit = team.warp(); unit < tile.num_tokens * parts; unit += team.num_warps())
-            combine_token(heap, team, shared, tile, pass, unit / parts, unit % parts, part_bytes, run.slot);
+        combine_tile(heap, team, shared, tile, pass, run.slot);
     }
     return true;
 }

@@ -128,10 +128,7 @@ __device__ inline Outcome serve_combine_job(const Heap& heap, const Team& team, 
                           job.magic,
                           nullptr};
         if (ranks && wait_until_some(heap, team, ready).outcome != Outcome::ARRIVED) return Outcome::ABORTED;
-        const int parts = parts_of_row(tile.num_tokens, team.num_warps(), heap.row_bytes), part_bytes = heap.row_bytes / parts;
-        for (int unit = team.warp(); unit < tile.num_tokens * parts; unit += team.num_warps())
-            combine_token(heap, team, shared, tile, {ranks, 0}, unit / parts, unit % parts, part_bytes, slot,
-                          uint64_t(job.sender) * heap.microbatch_tokens);
+        combine_tile(heap, team, shared, tile, {ranks, 0}, slot, uint64_t(job.sender) * heap.microbatch_tokens);
     }
     if (team.block == shared.num_blocks - 1 && team.thread < heap.num_ranks)
         atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_pulled),

@@ -100,7 +100,14 @@ __device__ inline void multicast_tile(const DispatchTile& t, const Team& team) {
     if (records_as_run) multicast_records(t, team);
     const int parts = parts_of_row(num_tokens, num_warps - num_tokens, t.heap.row_bytes), part_bytes = t.heap.row_bytes / parts;
     const int units = records_as_run ? parts : parts + 1;
+    int paid = 0;
     for (int unit = team.warp(); unit < num_tokens * units; unit += num_warps) {
+        if (paced(t.heap) && paid-- == 0) {
+            paid = ROWS_AT_ONCE - 1;
+            pass_ports(t.heap, Port::INGRESS, unit, num_tokens * units, num_warps, (t.heap.row_bytes + t.heap.record_bytes) / parts,
+                       team.lane(),
+                       [&](int at, int rank) { return at % units < parts && (t.tile.mask[at / units] >> rank & 1); });
+        }
         const int i = unit / units, part = unit % units, first_byte = part * part_bytes;
         if (part == parts)
             multicast_record(t, i, team.lane());

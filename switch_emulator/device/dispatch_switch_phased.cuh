@@ -177,6 +177,7 @@ struct DispatchClerk {
             moved |= open_jobs();
             if (moved) {
                 clock.restart();
+                if (__any_sync(ALL_LANES, lane == 0 && aborted(heap))) return;
                 continue;
             }
             const bool idle = queue.ranks_with_places() == 0 && ranks_behind(heap, queue.next_magic, lane) == 0 &&

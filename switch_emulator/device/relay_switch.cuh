@@ -78,6 +78,7 @@ __device__ inline void forward(const Heap& heap, const RelayCell& from, const Sw
     const int num_rows = int(value(Chunk::NUM_ROWS)), message_rows = int(value(Chunk::MESSAGE_ROWS));
     const uint64_t magic = value(Chunk::MAGIC), number = value(Chunk::NUMBER), slot = slot_of(magic, heap.depth);
     if (num_rows) {
+        warp_passes_port(heap, destination, Port::INGRESS, bytes_of_chunk<Region>(heap, num_rows), lane);
         if constexpr (Relay<Region>::DISPATCH)
             forward_records(heap, from.sender, from.cell, slot, destination, first_row, num_rows, message_rows, lane);
         Link::put_row(heap, own<char>(heap, Region::relay_rows, from.sender, from.cell), num_rows * int(heap.row_bytes), lane, 1,

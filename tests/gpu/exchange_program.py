@@ -25,7 +25,7 @@ from inc_runtime.protocol import Role, World
 from switch_emulator.launch_switch import RunningSwitch
 from tests.gpu.expected import Case, expected
 
-ONLY_ON_THE_HOST = {"stop"}
+ONLY_ON_THE_HOST, ONLY_ON_GPUS = {"stop"}, {"ports"}
 STAGING = {"tokens", "packed_tokens", "sums_out"}
 """Sources of puts, which a direct link does not need: it stores from where the rows are."""
 BY_ARRIVAL = {
@@ -80,7 +80,7 @@ def parity_cases(num_ranks: int, model: CommunicationModel, group: int = 1) -> l
 
 def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs, model: CommunicationModel) -> list[str]:
     """Regions whose bytes differ, with the first place."""
-    skipped = ONLY_ON_THE_HOST | (STAGING if verbs is Verbs.DIRECT else set())
+    skipped = ONLY_ON_THE_HOST | ONLY_ON_GPUS | (STAGING if verbs is Verbs.DIRECT else set())
     skipped |= BY_ARRIVAL[model.in_network] if model.phased else set()
     found = []
     for name, seen in heap.snapshot().items():
@@ -92,9 +92,10 @@ def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs, mod
     return found
 
 
-def check_parity(job: NvshmemJob, case: Case, verbs: Verbs) -> list[str]:
+def check_parity(job: NvshmemJob, case: Case, verbs: Verbs, rank_port_gbps: float) -> list[str]:
     """Compare every region of this PE with the role programs after each call. Returns what differs."""
     heap = DeviceHeap(job, case.layout(job.world), verbs=verbs, poison=True)
+    heap.pace_ports(rank_port_gbps)
     switch = None if heap.role is Role.COMPUTE_RANK else RunningSwitch(heap, case.pipeline.sum_order)
     problems = []
     for call in range(len(case.num_tokens)):
@@ -131,12 +132,12 @@ def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:
     return not any(everyone)
 
 
-def run_parity(job: NvshmemJob, model: CommunicationModel, verbs: Verbs) -> bool:
+def run_parity(job: NvshmemJob, model: CommunicationModel, verbs: Verbs, rank_port_gbps: float) -> bool:
     good = True
     for group in (1, 2, job.world.num_ranks) if model.phased else (1,):
         for case in parity_cases(job.world.num_ranks, model, group):
             name = f"parity, {case.model.value}, {verbs.value} verbs: {case.name}"
-            good &= report(job, name, check_parity(job, case, verbs))
+            good &= report(job, name, check_parity(job, case, verbs, rank_port_gbps))
     return good
 
 
@@ -235,19 +236,20 @@ def main() -> None:
     parser.add_argument("--switches", type=int, default=1, help="of each role; 0: the ranks of a plain model reach each other")
     parser.add_argument("--models", nargs="+", type=CommunicationModel, default=list(MODELS))
     parser.add_argument("--microbatches", type=int, default=2000)
+    parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace the ports of the ranks in parity runs; 0: do not")
     parser.add_argument("--repeats", type=int, default=1, help="of the long runs")
     options = parser.parse_args()
     with NvshmemJob.join(World(options.ranks, options.switches, options.switches), 256 << 20, options.placement) as job:
         good = True
         for model in options.models:
             if "parity" in options.properties:
-                good &= run_parity(job, model, Verbs.DIRECT)
+                good &= run_parity(job, model, Verbs.DIRECT, options.rank_port_gbps)
             if "stress" in options.properties:
                 for _ in range(options.repeats):
                     for stress in STRESSES:
                         good &= run_stress(job, model, stress, max(1, int(options.microbatches * stress.share)))
             if "nvshmem" in options.properties and not model.phased:
-                good &= run_parity(job, model, Verbs.NVSHMEM)
+                good &= run_parity(job, model, Verbs.NVSHMEM, options.rank_port_gbps)
             if "faults" in options.properties:
                 for fault in FAULTS:
                     good &= run_fault(job, model, *fault)

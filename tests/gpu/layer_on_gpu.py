@@ -34,7 +34,9 @@ class Case:
     model: CommunicationModel = CommunicationModel.INC_ALL_TO_ALL
     skew: float = 0.0
     masked: bool = False
+    repeated: bool = False  # every choice of a token is its first
     copies_rows: bool = False
+    rank_port_gbps: float = 0.0
     logits_dtype: torch.dtype = torch.float32
 
 
@@ -54,6 +56,10 @@ def cases(num_ranks: int, model: CommunicationModel) -> list[Case]:
         Case("all tokens to the first experts", SMALL, Pipeline(1000, 250, 4), full, skew=30.0),
         Case("choices of -1", SMALL, Pipeline(1000, 250, 4), full, masked=True),
         Case("olmoe, logits in bf16", OLMOE, Pipeline(1000, 512, 4), full, logits_dtype=torch.bfloat16),
+        Case("one microbatch, many calls", SMALL, Pipeline(40, 40, 4), ((40,) * num_ranks, (7,) * num_ranks) * 20),
+        Case("fewer experts than ranks", LayerShape(3, 2, 256, 128), Pipeline(100, 32, 4), ((100,) * num_ranks,)),
+        Case("ids that occur twice", LayerShape(8, 6, 256, 128), Pipeline(300, 100, 4), ((300,) * num_ranks,), repeated=True),
+        Case("hidden size 768", LayerShape(16, 4, 768, 128), Pipeline(300, 100, 4), ((300,) * num_ranks,)),
         Case("olmoe, one token", OLMOE, Pipeline(1, 1, 4), ((1,) * num_ranks,) * 2),
     ]
     if model.phased:
@@ -69,6 +75,8 @@ class Layer:
         self.job, self.case, shape = job, case, case.shape
         layout = HeapLayout(Dims.of(case.model, job.world, shape, case.pipeline))
         self.heap = DeviceHeap(job, layout, poison=True)
+        if case.rank_port_gbps:
+            self.heap.pace_ports(case.rank_port_gbps)
         self.switch = self.kernel = None
         if self.heap.role is not Role.COMPUTE_RANK:
             self.switch = RunningSwitch(self.heap, case.pipeline.sum_order)
@@ -97,9 +105,12 @@ class Layer:
         tokens = torch.randn(n, shape.hidden_size, generator=draw, device=self.device).bfloat16()
         logits = torch.randn(n, shape.num_experts, generator=draw, device=self.device)
         logits[:, : shape.top_k] += case.skew
-        if not case.masked:
+        if not case.masked and not case.repeated:
             return {"hidden_states": tokens, "router_logits": logits.to(case.logits_dtype)}
         ids, weights = self.routed(logits)
+        if case.repeated:
+            ids[:] = ids[:, :1]
+            return {"hidden_states": tokens, "expert_ids": ids.int(), "weights": weights.float()}
         ids[torch.rand(ids.shape, generator=draw, device=self.device) < 0.3] = -1
         ids[: n // 10] = -1
         return {"hidden_states": tokens, "expert_ids": ids.int(), "weights": weights.float()}

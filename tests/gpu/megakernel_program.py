@@ -16,6 +16,7 @@ import torch
 
 from inc_runtime.backends.nvshmem import NvshmemJob
 from inc_runtime.config import CommunicationModel, Implementation, Pipeline, SumOrder
+from inc_runtime.errors import IncError
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import World
 from inc_runtime.simulator.measured import COLUMNS
@@ -25,7 +26,7 @@ from results.provenance import commit_name, header, write_data_file
 from tests.gpu.layer_on_gpu import OLMOE, RELATIVE_BOUND, SMALL, Case, Layer, cases
 
 IMPLEMENTATION_OF = {model: fused for fused, model in MODEL_OF.items() if fused is not Implementation.BASELINE}
-MORE_COLUMNS = "shape routing num_experts top_k hidden intermediate stage depth ranks_per_phase"
+MORE_COLUMNS = "shape routing num_experts top_k hidden intermediate stage depth ranks_per_phase rank_port_gbps"
 TIME_COLUMNS = [*COLUMNS, *MORE_COLUMNS.split()]
 
 
@@ -41,7 +42,7 @@ def check_case(job: NvshmemJob, case: Case) -> list[str]:
             out = torch.full((n + 1, case.shape.hidden_size), float("nan"), device=layer.device, dtype=torch.bfloat16)
             layer.kernel(out=out[:n], **given)
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             wanted = layer.reference(given)
             difference = out[:n].double() - wanted
             error = float(difference.norm() / wanted.norm().clamp(min=1e-30)) if n else 0.0
@@ -57,6 +58,31 @@ def check_case(job: NvshmemJob, case: Case) -> list[str]:
     return problems or [] if worst < RELATIVE_BOUND else [f"relative error {worst}"]
 
 
+def check_fault(job: NvshmemJob) -> list[str]:
+    """A logit of rank 1 is not a number: it says so, and every other rank hears of it from its own kernel alone."""
+    case = Case("fault", SMALL, Pipeline(64, 16, 4), ((64,) * job.world.num_ranks,))
+    layer = Layer(job, case)
+    seen = ""
+    try:
+        if layer.kernel is not None:
+            given = layer.inputs(0)
+            if job.pe == 1:
+                given["router_logits"][5, 3] = float("nan")
+            layer.kernel(**given)
+            torch.cuda.synchronize()
+            layer.kernel.raise_on_error()
+        elif layer.switch is not None:
+            layer.switch.wait(limit_s=60.0)
+    except IncError as error:
+        seen = f"{type(error).__name__}: {error}"
+    everyone = job.gather(seen)
+    job.barrier()
+    layer.heap.close()
+    if "router_logits[5, 3] of rank 1" not in everyone[1]:
+        return [f"rank 1 says {everyone[1]!r}"]
+    return [f"PE {pe} says {text!r}" for pe, text in enumerate(everyone) if "rank 1" not in text]
+
+
 def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
     """The same tokens give the same bits in rank order, whatever comes first; the grid varies."""
     case = Case("bits", OLMOE, Pipeline(700, 128, 4, sum_order=SumOrder.RANK), ((700,) * job.world.num_ranks,))
@@ -70,7 +96,7 @@ def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
             torch.cuda._sleep((repeat * 7919 + job.pe * 104729) % 400_000)
             out = layer.kernel(**layer.inputs(0))
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             first = out if first is None else first
             if not torch.equal(out, first):
                 problems.append(f"call {repeat} gave other bits")
@@ -105,7 +131,7 @@ def check_graph(job: NvshmemJob, num_layers: int, replays: int) -> list[str]:
                 out.fill_(float("nan"))
             graph.replay()
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
             wanted = layer.reference(fresh)[:tokens]
             for number, out in enumerate(outputs):
                 error = float((out[:tokens].double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
@@ -132,7 +158,7 @@ def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
             layer.kernel.trace.zero_()
             layer.kernel(**layer.inputs(0))
             torch.cuda.synchronize()
-            layer.kernel.check()
+            layer.kernel.raise_on_error()
     job.barrier()
     if layer.kernel is not None and job.pe == 0:
         trace = DeviceTrace.of(layer.kernel)
@@ -161,7 +187,7 @@ def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> float:
             layer.kernel(out=out, **given)
             event.record()
         torch.cuda.synchronize()
-        layer.kernel.check()
+        layer.kernel.raise_on_error()
         times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
     everyone = [t for t in job.gather(times) if t]
     layer.close()
@@ -183,6 +209,7 @@ def time_row(case: Case, placement: PlacementKind, num_ranks: int, median_us: fl
         "num_experts": shape.num_experts, "top_k": shape.top_k, "hidden": shape.hidden_size,
         "intermediate": shape.intermediate_size, "depth": pipeline.depth,
         "ranks_per_phase": pipeline.ranks_per_phase if case.model.phased else "",
+        "rank_port_gbps": f"{case.rank_port_gbps:g}" if case.rank_port_gbps else "",
     }
 
 
@@ -205,7 +232,7 @@ def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("properties", nargs="+", choices=["right", "bits", "graph", "time", "trace"])
+    parser.add_argument("properties", nargs="+", choices=["right", "bits", "graph", "fault", "time", "trace"])
     parser.add_argument("--placement", type=PlacementKind, default=None)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--switches", type=int, default=1, help="of each role; 0: the ranks of a plain model reach each other")
@@ -214,6 +241,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
+    parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
     parser.add_argument("--times", type=Path, help="write the times there, as a data file")
     parser.add_argument("--output", type=Path, help="where the trace goes, for results/plot_stage_timeline.py")
     parser.add_argument("--slab-mib", type=int, default=1024)
@@ -229,9 +257,11 @@ def main() -> None:
             good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats))
         if "graph" in options.properties:
             good &= report(job, "16 captured calls, replayed with other tokens and masks", check_graph(job, 16, 6))
+        if "fault" in options.properties:
+            good &= report(job, "a logit that is not a number is reported by every PE", check_fault(job))
         for spec in options.tokens.split(","):
             case = timed_case(spec, options.ranks, options.model, options.group)
-            case = replace(case, copies_rows=options.copies_rows)
+            case = replace(case, copies_rows=options.copies_rows, rank_port_gbps=options.rank_port_gbps)
             if "trace" in options.properties:
                 show_trace(job, case, options.output)
             if "time" in options.properties:

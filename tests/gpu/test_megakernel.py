@@ -35,3 +35,7 @@ def test_sums_in_rank_order_repeat_their_bits_over_50_jittered_calls():
 
 def test_captured_calls_follow_changing_tokens_and_masks():
     assert "FAILED" not in run_job(CommunicationModel.INC_ALL_TO_ALL, "graph")
+
+
+def test_a_logit_that_is_not_a_number_is_reported_by_every_pe():
+    assert "FAILED" not in run_job(CommunicationModel.INC_ALL_TO_ALL, "fault")

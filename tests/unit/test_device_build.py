@@ -17,11 +17,19 @@ from inc_runtime.heap_layout import REGIONS, Dims, HeapLayout
 from inc_runtime.protocol import Role, World
 
 KERNELS = {
-    "switch_emulator/device/switch_kernel.cu": {"dispatch_switch_kernel": 128, "combine_switch_kernel": 128},
+    "switch_emulator/device/switch_kernel.cu": {
+        "dispatch_switch_kernel": 128,
+        "combine_switch_kernel": 128,
+        "combine_phased_kernel": 128,
+        "dispatch_phased_kernel": 120,
+        "dispatch_relay_kernel": 120,
+        "combine_relay_kernel": 120,
+    },
     "inc_runtime/device/exchange_kernel.cu": {"exchange_kernel": 128, "stop_kernel": 128},
     "inc_runtime/device/copy_peak.cu": {"copy_kernel": 64},
+    "inc_runtime/device/clock.cu": {"clock_kernel": 64},
 }
-"""Registers that a thread may use, so that a block of the launch's size fits."""
+"""Registers that a thread may use, so that a block of the launch's size fits; a clerk is a warp more."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,13 @@ def test_kernels_compile_for_hopper_without_spills(cache_folder, source):
         print(f"{kernel}: {found[kernel].registers} registers")
         assert found[kernel].spill_bytes == 0 and found[kernel].stack_bytes == 0
         assert found[kernel].registers <= most
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+@pytest.mark.parametrize("model", [model for model in CommunicationModel if "all_to_all" in model.value], ids=lambda m: m.value)
+def test_a_rank_compiles_for_every_model_without_spills(cache_folder, model):
+    built = build(ROOT / "inc_runtime" / "device" / "exchange_kernel.cu", Verbs.DIRECT, "sm_90a", model)
+    assert all(r.spill_bytes == 0 and r.stack_bytes == 0 and r.registers <= 128 for r in built.resources)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")

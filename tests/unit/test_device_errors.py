@@ -18,18 +18,18 @@ WORLD = World(4)
 SHAPE = LayerShape(num_experts=16, top_k=2, hidden_size=64, intermediate_size=64)
 
 
-def layout(pipeline: Pipeline = Pipeline(8, 8)) -> HeapLayout:  # noqa: B008
-    return HeapLayout(Dims.of(CommunicationModel.INC_ALL_TO_ALL, WORLD, SHAPE, pipeline))
+def layout(pipeline: Pipeline = Pipeline(8, 8), model=CommunicationModel.INC_ALL_TO_ALL) -> HeapLayout:  # noqa: B008
+    return HeapLayout(Dims.of(model, WORLD, SHAPE, pipeline))
 
 
 def job(slab_bytes: int = 1 << 30, bases: tuple[int, ...] = (1,) * 6) -> SimpleNamespace:
     return SimpleNamespace(world=WORLD, name="dispatch switch 0", pe=4, slab_bytes=slab_bytes, bases=bases)
 
 
-def reported(**fields) -> Exception:
+def reported(*, model=CommunicationModel.INC_ALL_TO_ALL, **fields) -> Exception:
     """What a dispatch switch raises when its kernel left this record."""
     heap = DeviceHeap.__new__(DeviceHeap)
-    heap.job, heap.layout = job(), layout()
+    heap.job, heap.layout = job(), layout(model=model)
     heap.record = np.zeros(1, ERROR_RECORD)
     for name, value in fields.items():
         heap.record[name] = value
@@ -51,6 +51,23 @@ def test_an_expired_wait_names_who_is_missing_and_what_was_seen():
     assert isinstance(error, ArrivalTimeout)
     assert error.record.missing == ["rank 2"] and error.record.slot == 7 % 3 and error.record.waited_s == 2.0
     assert "Missing: rank 2 (its flag holds magic 6)" in str(error)
+
+
+@pytest.mark.parametrize(
+    "model, tag, sender, missing, names",
+    [
+        (CommunicationModel.ALL_TO_ALL, Tag.EXPERT_ROWS, -1, 0b10, ["dispatch switch 0 for rank 1"]),
+        (CommunicationModel.ALL_TO_ALL, Tag.TOKEN_SUMS, 3, 0b110, ["combine switch 0 for rank 3"]),
+        (CommunicationModel.ALL_TO_ALL, Tag.RELAY_CREDIT, 5, 0b1, ["combine switch 0"]),
+        (CommunicationModel.ALL_TO_ALL_PHASED, Tag.RELAY_PHASE, -1, 0b100, ["combine switch 0 for rank 2"]),
+        (CommunicationModel.INC_ALL_TO_ALL_PHASED, Tag.EXPERT_ROWS, -1, 0b1000, ["dispatch switch 0 for rank 3"]),
+        (CommunicationModel.INC_ALL_TO_ALL_PHASED, Tag.DISPATCH_GRANT, 4, 0b1, ["dispatch switch 0"]),
+        (CommunicationModel.INC_ALL_TO_ALL_PHASED, Tag.DISPATCH_BARRIER, -1, 0b100, ["rank 2"]),
+    ],
+)
+def test_a_wait_behind_a_relay_or_a_phase_names_the_switch_and_the_rank(model, tag, sender, missing, names):
+    error = reported(model=model, kind=ErrorKind.TIMEOUT, tag=tag, magic=2, sender=sender, missing=missing, expected=4)
+    assert isinstance(error, ArrivalTimeout) and error.record.missing == names
 
 
 def test_a_wrong_header_names_the_sender_and_both_values():

@@ -117,7 +117,7 @@ def test_two_gpus_run_four_ranks_as_a_scale_model(install):
     assert "needs 6 GPUs, one for each PE; there are 2" in placement(report, "native").reasons[0]
     assert "needs 4 GPUs, one for each rank" in placement(report, "shared").reasons[0]
     assert placement(report, "scale_model").places == (
-        "GPU 0: 4 ranks, 1/4 of the SMs each",
+        "GPU 0: rank 0, rank 1, rank 2, rank 3",
         "GPU 1: dispatch switch 0, combine switch 0",
     )
     assert "does not run" in finding(report, "MPS").seen

@@ -138,8 +138,8 @@ def test_several_switches_share_the_rows_of_one() -> None:
 
 
 def test_a_relay_holds_chunks_and_no_microbatch() -> None:
-    """Its rows do not grow with m_b nor D, beyond a full chunk: 512 cells of 32 KiB."""
-    for pipeline in (replace(PIPELINE, microbatch_tokens=2048), replace(PIPELINE, microbatch_tokens=4096, depth=9)):
+    """Its rows do not grow with m_b nor D, beyond full cells: 512 of 32 KiB."""
+    for pipeline in (replace(PIPELINE, microbatch_tokens=4096), replace(PIPELINE, microbatch_tokens=8192, depth=9)):
         layout = layout_of(Model.ALL_TO_ALL, pipeline=pipeline)
         for role in (Role.DISPATCH_SWITCH, Role.COMBINE_SWITCH):
             assert layout.row_bytes(role) == 512 * 32 * 1024

@@ -1,0 +1,77 @@
+"""The megakernel as a plug of `measure_moe_layer.py`: on a heap beside the Baseline's NCCL group, in one job.
+
+    torchrun --nproc-per-node 2 -m results.measure_moe_layer --plug megakernel=results.megakernel_plug:plain
+    python -m inc_runtime.mps -- torchrun --nproc-per-node 4 -m results.measure_moe_layer --ranks 2 \\
+        --plug megakernel_inc=results.megakernel_plug:inc
+
+The first needs no switch: the ranks of the plain all-to-all put their messages straight to each other. In the second the two
+further processes are the switches; they keep their SMs while a case is measured.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from inc_runtime.backends.nvshmem import DeviceHeap, NvshmemJob
+from inc_runtime.config import CommunicationModel, Pipeline, SumOrder
+from inc_runtime.device.exchange import stop_switches
+from inc_runtime.heap_layout import Dims, HeapLayout
+from inc_runtime.protocol import World
+from megakernel.launch_megakernel import MegaKernel
+from results.layer_cases import Case, Experts, Inputs
+from results.layer_rivals import Run
+from switch_emulator.launch_switch import RunningSwitch
+
+MICROBATCH_TOKENS, DEPTH = 1024, 4
+LIMIT_S = 120.0
+
+
+def pipeline_of(case: Case) -> Pipeline:
+    """How a case is cut: whole where it is small."""
+    return Pipeline(case.num_tokens, min(case.num_tokens, MICROBATCH_TOKENS), DEPTH)
+
+
+def layout_of(case: Case, world: World, model: CommunicationModel) -> HeapLayout:
+    """The heap of a case."""
+    return HeapLayout(Dims.of(model, world, case.shape, pipeline_of(case)))
+
+
+class MegaKernelPlug:
+    """See `layer_rivals.Plug`. One job for all cases, a heap for each."""
+
+    def __init__(self, model: CommunicationModel, cases: list[Case], num_ranks: int) -> None:
+        switches = (int(os.environ["WORLD_SIZE"]) - num_ranks) // 2
+        self.model, self.world = model, World(num_ranks, switches, switches)
+        slab_bytes = max(layout_of(case, self.world, model).heap_bytes for case in cases)
+        self.job = NvshmemJob.join(self.world, slab_bytes)
+        self.heap: DeviceHeap | None = None
+        self.switch: RunningSwitch | None = None
+
+    def layer(self, inputs: Inputs, experts: Experts) -> Run:
+        """The megakernel on this rank's experts, one launch a call."""
+        case, own = inputs.case, experts.own(inputs.ranks)
+        self.heap = DeviceHeap(self.job, layout_of(case, self.world, self.model))
+        kernel = MegaKernel(self.heap, case.shape, pipeline_of(case), own.gate_up, own.down)
+        return lambda: kernel(inputs.hidden, inputs.logits, out=inputs.out)
+
+    def serve(self, case: Case) -> None:
+        """A switch runs its kernel until the ranks stop it."""
+        self.heap = DeviceHeap(self.job, layout_of(case, self.world, self.model))
+        self.switch = RunningSwitch(self.heap, SumOrder.ARRIVAL)
+
+    def close(self) -> None:
+        """End the switches and free the heap; errors of its kernels are raised here."""
+        assert self.heap is not None
+        if self.switch is not None:
+            self.switch.wait(limit_s=LIMIT_S)
+        else:
+            self.heap.check()
+            stop_switches(self.heap)
+        self.job.barrier()
+        self.heap.close()
+        self.heap = self.switch = None
+
+
+plain = partial(MegaKernelPlug, CommunicationModel.ALL_TO_ALL)
+inc = partial(MegaKernelPlug, CommunicationModel.INC_ALL_TO_ALL)
