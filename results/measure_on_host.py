@@ -13,11 +13,11 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from inc_runtime.launch import run_through_ctrl_c
 from inc_runtime.simulator.measured import COLUMNS
 from results.provenance import ROOT, commit_name, header, write_data_file
 
@@ -71,7 +71,7 @@ def main() -> int:
         sizes = ["--tokens", str(TOKENS), "--microbatch", str(MICROBATCH_TOKENS), "--depth", str(DEPTH)]
         command = ["demo", *(["--small"] if options.small else []), *sizes]
         places = ["--output", folder, "--json", str(json_file)]
-        status = subprocess.run([sys.executable, "-m", "inc_runtime", *command, *places], check=False).returncode
+        status = run_through_ctrl_c([sys.executable, "-m", "inc_runtime", *command, *places])
         if status:
             return status
         rows = data_rows(json.loads(json_file.read_text(encoding="utf-8")))
