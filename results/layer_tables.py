@@ -47,7 +47,8 @@ def by_case(rows: list[Row], metric: str) -> dict[tuple[str, str], dict[str, dic
     return result
 
 
-def _table(header: list[str], lines: list[list[str]]) -> list[str]:
+def markdown_table(header: list[str], lines: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table, and an empty one."""
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(line) + " |" for line in lines), ""]
 
 
@@ -65,7 +66,7 @@ def layer_table(rows: list[Row]) -> list[str]:
                 cells.append(f"{value / 1e3:.3f}{ratio}" if value else "")
             lines.append([f"{tokens:,}", *cells])
         out += [f"## {shape}, {routing} routing: milliseconds (and times grouped_mm alone)", ""]
-        out += _table(["tokens per rank", *(STYLES.get(name, (name,))[0] for name in names)], lines)
+        out += markdown_table(["tokens per rank", *(STYLES.get(name, (name,))[0] for name in names)], lines)
     return out
 
 
@@ -79,7 +80,7 @@ def stage_tables(rows: list[Row]) -> list[str]:
             time, floor = (times[shape, tokens, stage.name, metric] for metric in ("stage_time", "stage_floor"))
             lines.append([stage.name, f"{time:.1f}", f"{floor:.1f}", f"{time / floor:.2f}", stage.stores])
         out += [f"## {shape}, {tokens:,} tokens per rank: stages of the Baseline, microseconds", ""]
-        out += _table(["stage", "time", "floor", "ratio", "stores in global memory"], lines)
+        out += markdown_table(["stage", "time", "floor", "ratio", "stores in global memory"], lines)
     return out
 
 
@@ -89,7 +90,8 @@ def stored_table() -> list[str]:
     for implementation in Implementation:
         stored = stored_tensors(implementation)
         lines.append([implementation.value, str(len(stored)), ", ".join(stored)])
-    return ["## Tensors stored in global memory and read back", "", *_table(["implementation", "round trips", "tensors"], lines)]
+    header = ["implementation", "round trips", "tensors"]
+    return ["## Tensors stored in global memory and read back", "", *markdown_table(header, lines)]
 
 
 def ceilings_line(rows: list[Row]) -> str:
