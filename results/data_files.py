@@ -26,7 +26,7 @@ PLACEMENTS = tuple(kind.value for kind in PlacementKind)
 COMMIT = r"(?P<commit>[0-9a-f]{7,40}|uncommitted|published)"
 NAME = re.compile(rf"(?P<measurement>[a-z_]+?)_(?P<placement>{'|'.join(PLACEMENTS)})_{COMMIT}(?:_(?P<part>\w+))?\.csv")
 SIMULATED_NAME = re.compile(rf"(?P<measurement>simulated_layer)_(?P<part>[a-z_]+)_{COMMIT}\.csv")
-NAMED_OTHERWISE = {"machine_figures": "machine", "post_figures": "post"}
+NAMED_OTHERWISE = {"machine_figures": "machine", "post_figures": "post", "speed_ups": "moe_layer"}
 """What the rows of a file call its measurement, where that is not the beginning of its name."""
 
 
@@ -51,9 +51,9 @@ class DataFile:
     rows: tuple[dict[str, str], ...]
 
     @property
-    def pool(self) -> str:
-        """Name of all files of one measurement, placement and commit."""
-        return f"{self.measurement}_{self.placement}_{self.commit}"
+    def kind(self) -> str:
+        """What its rows call their measurement; speed_ups hold rows of moe_layer."""
+        return NAMED_OTHERWISE.get(self.measurement, self.measurement)
 
     @property
     def provenance(self) -> str:

@@ -1,6 +1,6 @@
-"""Draw the times of measured data against their size, on log2 axes: a pure function of data files of one origin.
+"""Draw the times of a measured data file against its size, on log2 axes: a pure function of that file.
 
-    python -m results.plot_layer_times FIGURE results/data/moe_layer_scale_model_COMMIT*.csv
+    python -m results.plot_layer_times results/data/moe_layer_scale_model_COMMIT.csv
 
 For `moe_layer`, layer time against tokens per rank, the best of the microbatches that were tried; for `expert_matmul`, time of
 the products against rows, uniform routing.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +19,7 @@ import matplotlib.pyplot as plt
 
 from results.data_files import DataFile, read_data_file
 
+FOLDER = Path(__file__).resolve().parent
 COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#c98a1b", "#6a4c93", "#444444", "#4f8fc0")
 AXES = {
     "moe_layer": ("layer_time", "num_tokens", "tokens per rank", "time of the MoE layer, us"),
@@ -27,34 +27,31 @@ AXES = {
 }
 
 
-def series_of(files: Sequence[DataFile]) -> dict[str, dict[int, float]]:
-    """Label -> size -> best time in us. Forms that differ in their collective, or in G, are series of their own."""
+def series_of(file: DataFile) -> dict[str, dict[int, float]]:
+    """Label -> size -> best time in us. Forms that differ in their collective, in G or in the ports are series of their own."""
+    metric, size, *_ = AXES[file.measurement]
     series: dict[str, dict[int, float]] = defaultdict(dict)
-    for file in files:
-        metric, size, *_ = AXES[file.measurement]
-        for row in file.rows:
-            plain = row.get("distribution", "uniform") == "uniform" and row.get("routing", "uniform") in ("uniform", "")
-            if row["metric"] != metric or not plain:
-                continue
-            group = row.get("ranks_per_phase", "") if row["implementation"].endswith("_phased") else ""
-            port = row.get("rank_port_gbps", "")
-            more = [row.get("collective", ""), f"G = {group}" if group else "", f"ports of {port} GB/s" if port else ""]
-            more.append(row.get("shape", "").replace("olmoe", ""))
-            label = ", ".join([row["implementation"], *filter(None, more)])
-            x = int(row[size])
-            series[label][x] = min(float(row["value"]), series[label].get(x, float("inf")))
+    for row in file.rows:
+        plain = row.get("distribution", "uniform") == "uniform" and row.get("routing", "uniform") in ("uniform", "")
+        if row["metric"] != metric or not plain:
+            continue
+        group = row.get("ranks_per_phase", "") if row["implementation"].endswith("_phased") else ""
+        port = row.get("rank_port_gbps", "")
+        more = [row.get("collective", ""), f"G = {group}" if group else "", f"ports of {port} GB/s" if port else ""]
+        more.append(row.get("shape", "").replace("olmoe", ""))
+        label = ", ".join([row["implementation"], *filter(None, more)])
+        x = int(row[size])
+        series[label][x] = min(float(row["value"]), series[label].get(x, float("inf")))
     return series
 
 
-def draw(files: Sequence[DataFile], target: Path) -> None:
-    """Write one figure of `files`. Raises ValueError where they differ in origin: those never share a series."""
-    if len(origins := {file.pool for file in files}) > 1:
-        raise ValueError(f"{', '.join(sorted(origins))} do not belong into one figure.")
-    file = files[0]
+def draw(path: Path, target: Path) -> None:
+    """Write the figure of a data file. Raises BadDataFile for a damaged one."""
+    file = read_data_file(path)
     _, _, x_label, y_label = AXES[file.measurement]
     drawn, axes = plt.subplots(figsize=(8, 5))
     sizes: set[int] = set()
-    for number, (label, times) in enumerate(series_of(files).items()):
+    for number, (label, times) in enumerate(series_of(file).items()):
         xs = sorted(times)
         sizes |= set(xs)
         marker = "os^vDPX"[number // len(COLORS) % 7]
@@ -75,10 +72,9 @@ def draw(files: Sequence[DataFile], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", type=Path, help="the picture to write")
-    parser.add_argument("data", type=Path, nargs="+", help="data files of one measurement, placement and commit")
-    options = parser.parse_args()
-    draw([read_data_file(path) for path in options.data], options.figure)
+    parser.add_argument("data", type=Path, nargs="+")
+    for path in parser.parse_args().data:
+        draw(path, FOLDER / "figures" / f"{path.stem}.png")
 
 
 if __name__ == "__main__":

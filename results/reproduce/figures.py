@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from results.data_files import SIMULATED, TIMELINE, DataFile
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A picture, and the files that it shows: all of one source, placement and commit."""
+def figures(folder: Path, files: Sequence[DataFile]) -> tuple[list[tuple[Path, DataFile]], list[str]]:
+    """Pictures of `files` in `folder`, in order, and what could not be drawn, and why. Draws what is missing.
 
-    path: Path
-    files: tuple[DataFile, ...]
-
-
-def figures(folder: Path, files: Sequence[DataFile]) -> list[Figure]:
-    """Pictures of `files` in `folder`, in order; draws what is missing. Files whose measurement has no drawing have none."""
+    Files whose measurement has no drawing have none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    pools: dict[str, list[DataFile]] = {}
+    found, problems = [], []
     for file in files:
-        own = folder / f"{file.path.stem}.png"
-        pooled = own.exists() or file.measurement == TIMELINE or file.source == SIMULATED
-        pools.setdefault(file.path.stem if pooled else file.pool, []).append(file)
-    found = []
-    for stem, members in pools.items():
-        path = folder / f"{stem}.png"
-        if path.exists() or draw(members, path):
-            found.append(Figure(path, tuple(members)))
-    return found
+        path = folder / f"{file.path.stem}.png"
+        try:
+            if path.exists() or draw(file, path):
+                found.append((path, file))
+        except Exception as error:  # a drawing that expects rows which this file lacks costs its figure, not the page
+            problems.append(f"{path.name} cannot be drawn ({type(error).__name__}: {error})")
+    return found, problems
 
 
-def draw(files: Sequence[DataFile], target: Path) -> bool:
-    """Draw files of one origin. Returns False where nothing draws such a measurement."""
-    first = files[0]
-    if first.source == SIMULATED:
-        from results.plot_simulated import FIGURES
+def draw(file: DataFile, target: Path) -> bool:
+    """Draw one file. Returns False where nothing draws such a measurement."""
+    from results import layer_tables, plot_collectives, plot_layer_times, plot_simulated, plot_stage_timeline, speed_up_tables
 
-        FIGURES[first.part](first.path, target)
-    elif first.measurement == TIMELINE:
-        from results import plot_stage_timeline
-
-        plot_stage_timeline.draw(first.path, target)
-    elif first.measurement == "collectives":
-        if not any(row.get("rank_port_gbps") for row in first.rows):
-            return False  # its drawing sets paced ports beside free ones
-        from results import plot_collectives
-
-        plot_collectives.draw(first.path, target)
+    if file.source == SIMULATED:
+        plot_simulated.FIGURES[file.part](file.path, target)
+    elif file.measurement == TIMELINE:
+        plot_stage_timeline.draw(file.path, target)
+    elif file.measurement == "speed_ups":
+        speed_up_tables.figure(file.path, target)
+    elif file.measurement == "collectives" and any(row.get("rank_port_gbps") for row in file.rows):
+        plot_collectives.draw(file.path, target)  # it sets paced ports beside free ones
+    elif file.measurement == "moe_layer" and any(row["implementation"] == "grouped_mm" for row in file.rows):
+        layer_tables.figure(file.path, target)
+    elif file.measurement in plot_layer_times.AXES:
+        plot_layer_times.draw(file.path, target)
     else:
-        from results import plot_layer_times
-
-        if first.measurement not in plot_layer_times.AXES:
-            return False
-        plot_layer_times.draw(files, target)
+        return False
     return True

@@ -141,24 +141,24 @@ def _two_runs(before: Sequence[DataFile], now: Sequence[DataFile]) -> list[str]:
 
 def _figures(places: Places, files: Sequence[DataFile]) -> list[str]:
     out = [html.heading(2, "Figures")]
-    shown = figures(places.output / "figures", files)
-    out += [html.figure(figure.path, _origin(figure.files)) for figure in shown]
-    known = {figure.path.name for figure in shown}
+    shown, problems = figures(places.output / "figures", files)
+    out += [html.figure(path, _origin(file)) for path, file in shown]
+    out += [html.paragraph(problem, "bad") for problem in problems]
+    known = {path.name for path, _ in shown}
     strangers = sorted(path.name for path in (places.output / "figures").glob("*.png") if path.name not in known)
     if strangers:
         out.append(html.paragraph(f"Not shown, because their data are not here or were refused: {', '.join(strangers)}.", "bad"))
     return out
 
 
-def _origin(files: Sequence[DataFile]) -> str:
-    first = files[0]
-    calibration = f", calibration {first.rows[0]['calibration']}" if first.source == SIMULATED else ""
-    return f"{first.provenance}{calibration}; data {', '.join(file.path.name for file in files)}"
+def _origin(file: DataFile) -> str:
+    calibration = f", calibration {file.rows[0]['calibration']}" if file.source == SIMULATED else ""
+    return f"{file.provenance}{calibration}; data {file.path.name}"
 
 
 def _tables(places: Places, files: Sequence[DataFile]) -> list[str]:
     """Tables of the results that belong to a data file here, or name their own."""
-    origins = {file.path.stem: _origin([file]) for file in files}
+    origins = {file.path.stem: _origin(file) for file in files}
     out = [html.heading(2, "Tables")]
     for path in sorted((places.output / "tables").glob("*.md")):
         origin = origins.get(path.stem, "its own first lines name its data" if path.stem == "predicted" else "")

@@ -64,13 +64,11 @@ def post_lines(post: DataFile) -> list[Line]:
 
 
 def our_lines(files: Iterable[DataFile]) -> list[Line]:
-    """The same from our layer times: measured on GPUs by commit and placement, and simulated. Processes are no measurement."""
+    """The same from our layer times, file by file: measured on GPUs, and simulated. Times of processes are no measurement."""
     pools: dict[str, list[dict[str, str]]] = defaultdict(list)
     for file in files:
-        if file.measurement == "moe_layer" and file.source == ON_GPU:
-            alone = len({row["implementation"] for row in file.rows}) == 1  # a part: its rivals are in other files
-            part = "" if alone or not file.part else f" ({file.part})"
-            pools[f"{file.source}, placement {file.placement}, commit {file.commit}{part}, {file.device}"] += file.rows
+        if file.kind == "moe_layer" and file.source == ON_GPU:
+            pools[f"{file.provenance} ({file.path.stem})"] += file.rows
         elif file.source == SIMULATED and file.part == "best_microbatch":
             plain = [row for row in file.rows if row["implementation"] == "megakernel"]
             for switch in ("real", "emulated"):
@@ -139,7 +137,7 @@ def facts(files: Sequence[DataFile], post: DataFile) -> list[Fact]:
                     microbatches = -(-int(row["num_tokens"]) // int(row["microbatch_tokens"]))
                     each = float(row["value"]) / (2 * microbatches)
                     found[f"packets_{row['implementation']}"].append((f"{each:.0f}", file.provenance))
-        if file.measurement == "moe_layer" and file.source == ON_GPU:
+        if file.kind == "moe_layer" and file.source == ON_GPU:
             found["best_microbatch_megakernel_inc"] += _best_microbatches(file)
     for implementation in (Implementation.BASELINE, Implementation.MEGAKERNEL, Implementation.MEGAKERNEL_INC):
         count = str(len(stored_tensors(implementation)))

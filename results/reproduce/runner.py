@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from inc_runtime.errors import IncError
 from results.data_files import read_data_file
-from results.provenance import ROOT
+from results.provenance import ROOT, commit_name
 from results.reproduce.state import DONE, FAILED, INTERRUPTED, RUNNING, WAITING, Progress, State, digest
 from results.reproduce.steps import COMMIT, DATA, FOLDER, PYTHON, Step
 
@@ -109,11 +109,13 @@ class Runner:
     def run_step(self, step: Step, tick: Callable[[float], object]) -> str:
         """Run one step and note how it ended. Returns what went wrong, or "". On KeyboardInterrupt its processes are ended."""
         started, begin = datetime.datetime.now().isoformat(timespec="seconds"), time.monotonic()
+        before = self.state.steps.get(step.name)
         progress = Progress(RUNNING, started)
         self.state.set(step.name, progress)
-        work = self.places.run / "work" / step.name
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        work = self.places.run / "work" / self.state.key.stem / step.name
+        if not (step.goes_on and before and before.status in (RUNNING, INTERRUPTED, FAILED)):
+            shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
         log = self.places.log(step)
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -121,6 +123,8 @@ class Runner:
                 for command in step.commands:
                     words = words_of(command, self.state.key.commit, work, self.data())
                     run_command(words, output, limit_s(step) - (time.monotonic() - begin), begin, tick)
+            if (now := commit_name()) != self.state.key.commit:
+                raise StepFailed(f"the repository went to commit {now} meanwhile; inc reproduce runs it there.")
             progress.files = self.collect(step, work)
             progress.status = DONE
         except (StepFailed, IncError, OSError) as error:
@@ -131,7 +135,8 @@ class Runner:
         finally:
             progress.seconds = round(time.monotonic() - begin, 1)
             self.state.set(step.name, progress)
-            shutil.rmtree(work, ignore_errors=True)
+            if progress.status == DONE or not step.goes_on:
+                shutil.rmtree(work, ignore_errors=True)
         return progress.problem
 
     def collect(self, step: Step, work: Path) -> dict[str, str]:
@@ -142,14 +147,14 @@ class Runner:
             raise StepFailed(f"it left no {', '.join(absent)}.")
         for path in left.values():
             if path.suffix == ".csv":
-                file = read_data_file(path)  # refuses a damaged one before it is touched
+                read_data_file(path)  # refuses a damaged one before it is touched
                 text = path.read_text(encoding="utf-8").replace(f"{work}/", "")  # the command, as another reader can run it
                 changes = self.state.key.changes
                 note = f"# changes: the working tree differed from the commit ({changes})\n" if changes else ""
                 path.write_text(note + text, encoding="utf-8")
-                for stem in {file.pool, path.stem}:  # a figure of older data; the page draws it again
-                    if (figure := self.places.output / "figures" / f"{stem}.png").exists() and figure.name not in left:
-                        self.set_aside(figure, "figures")
+                figure = self.places.output / "figures" / f"{path.stem}.png"
+                if figure.exists() and figure.name not in left:  # of older data; the page draws it again
+                    self.set_aside(figure, "figures")
         for kind in PLACE_OF_SUFFIX.values():
             for pattern in step.replaces:
                 for old in (self.places.output / kind).glob(pattern):

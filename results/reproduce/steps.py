@@ -62,7 +62,8 @@ class Missing:
 class Step:
     """One resumable part. `seconds` is a rough estimate; `writes` are files that must be there at the end, by their final name.
 
-    `replaces`: files of earlier commits that the new ones make worthless, as patterns of names.
+    `replaces`: files of earlier commits that the new ones make worthless, as patterns of names. `goes_on`: an interrupted command
+    continues from what it has left in its folder.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Step:
     commands: tuple[str, ...]
     writes: tuple[str, ...]
     replaces: tuple[str, ...] = ()
+    goes_on: bool = False
 
 
 def missing(need: Need, report: Report, has_data: bool) -> Missing | None:
@@ -105,19 +107,18 @@ def _simulated(question: str, seconds: float) -> Step:
     )
 
 
-def _layer(model: CommunicationModel, group: int | None = None, port_gbps: float = 0.0) -> Step:
-    """The megakernel on one model, checked against float64, then timed. `group`: G; `port_gbps`: a bound of each rank's port."""
-    part = model.value + (f"_g{group}" if group else "") + ("_paced" if port_gbps else "")
-    file = f"moe_layer_scale_model_{COMMIT}_{part}.csv"
-    sizes = "1:1:4,64:64:4,1024:256:4,1024:512:4,4096:1024:4,8192:1024:4,8192:2048:4"
-    program = f"{SIX_PES} -m tests.gpu.megakernel_program right time --placement scale_model --model {model.value}"
+def _speed_ups(part: str, port_gbps: float) -> Step:
+    """The five implementations side by side. `port_gbps`: a bound of each rank's port; 0 for none."""
+    file = f"speed_ups_scale_model_{COMMIT}{part}.csv"
+    measure = f"{SIX_PES} -m results.measure_speed_ups --placement scale_model --rank-port-gbps {port_gbps:g}"
     return Step(
-        f"layer_{part}",
-        f"time of the MoE layer in one launch, {part}",
+        f"speed_ups{part}",
+        f"time of the MoE layer in prefill, five implementations{f', ports of {port_gbps:g} GB/s' if port_gbps else ''}",
         Need.SCALE_MODEL,
-        60,
-        (f"{program} --group {group or 1} --rank-port-gbps {port_gbps:g} --tokens {sizes} --times {FOLDER}/{file}",),
-        (file,),
+        900,
+        (f"{measure} --commit {COMMIT} --output {FOLDER}/{file}",),
+        (file, file.replace(".csv", ".md"), file.replace(".csv", ".png")),
+        goes_on=True,
     )
 
 
@@ -196,8 +197,8 @@ STEPS: tuple[Step, ...] = (
     ),
     _collectives(Need.SCALE_MODEL, COLLECTIVES_SWEEP, 300),
     _collectives(Need.ONE_GPU, "--microbatch-tokens 64 1024", 120),
-    *(_layer(model, group) for model in FUSED_MODELS for group in ((1, 2) if model.phased else (None,))),
-    *(_layer(model, port_gbps=PORT_GBPS) for model in FUSED_MODELS if not model.phased),
+    _speed_ups("", 0),
+    _speed_ups("_paced", PORT_GBPS),
     *(_timeline(model) for model in FUSED_MODELS),
     _native_layer("", "", 240),
     _native_layer("megakernel", MEGAKERNEL_PLUG, 120),
@@ -223,6 +224,5 @@ NO_STEP = (
     ("share of the MoE layers in the time of the model", "the same"),
     ("continuous batching: throughput, time to first token, inter-token latency", "the same"),
     ("vLLM's own MoE as the sixth implementation", "the same; it serves on CPUs alone so far"),
-    ("Baseline beside the other four in scale_model", "its relayed exchange has run for correctness only"),
 )
 """What the evaluation asks for and no step measures, and why."""

@@ -15,19 +15,13 @@ from pathlib import Path
 import torch
 
 from inc_runtime.backends.nvshmem import NvshmemJob
-from inc_runtime.config import CommunicationModel, Implementation, Pipeline, SumOrder
+from inc_runtime.config import CommunicationModel, Pipeline, SumOrder
 from inc_runtime.errors import IncError
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import World
-from inc_runtime.simulator.measured import COLUMNS
-from inc_runtime.simulator.scenario import MODEL_OF
 from megakernel.device_trace import DeviceTrace
-from results.provenance import commit_name, header, write_data_file
+from results.provenance import commit_name, header
 from tests.gpu.layer_on_gpu import OLMOE, RELATIVE_BOUND, SMALL, Case, Layer, cases
-
-IMPLEMENTATION_OF = {model: fused for fused, model in MODEL_OF.items() if fused is not Implementation.BASELINE}
-MORE_COLUMNS = "shape routing num_experts top_k hidden intermediate stage depth ranks_per_phase rank_port_gbps"
-TIME_COLUMNS = [*COLUMNS, *MORE_COLUMNS.split()]
 
 
 def check_case(job: NvshmemJob, case: Case) -> list[str]:
@@ -172,8 +166,8 @@ def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
     layer.close()
 
 
-def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> float:
-    """Median over calls of the longest launch of any rank, in us; 0 on all processes but the first."""
+def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> None:
+    """Median over calls of the longest launch of any rank."""
     layer = Layer(job, case)
     times: list[float] = []
     if layer.kernel is not None:
@@ -191,26 +185,9 @@ def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> float:
         times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
     everyone = [t for t in job.gather(times) if t]
     layer.close()
-    if job.pe:
-        return 0.0
-    median = statistics.median(max(call) for call in zip(*everyone, strict=True))
-    print(f"time {case.name}: {median:.1f} us", flush=True)
-    return median
-
-
-def time_row(case: Case, placement: PlacementKind, num_ranks: int, median_us: float) -> dict[str, object]:
-    """One measured layer as a row of a data file. Rows of a rank's own experts travel through the switch."""
-    shape, pipeline = case.shape, case.pipeline
-    implementation = IMPLEMENTATION_OF[case.model].value
-    return {
-        "measurement": "moe_layer", "source": "measured_gpu", "placement": placement.value, "implementation": implementation,
-        "num_ranks": num_ranks, "num_tokens": pipeline.bound_tokens, "microbatch_tokens": pipeline.microbatch_tokens,
-        "metric": "layer_time", "value": f"{median_us:.1f}", "unit": "us", "shape": "olmoe", "routing": "uniform",
-        "num_experts": shape.num_experts, "top_k": shape.top_k, "hidden": shape.hidden_size,
-        "intermediate": shape.intermediate_size, "depth": pipeline.depth,
-        "ranks_per_phase": pipeline.ranks_per_phase if case.model.phased else "",
-        "rank_port_gbps": f"{case.rank_port_gbps:g}" if case.rank_port_gbps else "",
-    }
+    if job.pe == 0:
+        longest = [max(call) for call in zip(*everyone, strict=True)]
+        print(f"time {case.name}: {statistics.median(longest):.1f} us", flush=True)
 
 
 def notes_of(job: NvshmemJob) -> list[str]:
@@ -242,13 +219,12 @@ def main() -> None:
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
-    parser.add_argument("--times", type=Path, help="write the times there, as a data file")
     parser.add_argument("--output", type=Path, help="where the trace goes, for results/plot_stage_timeline.py")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
     world = World(options.ranks, options.switches, options.switches)
     with NvshmemJob.join(world, options.slab_mib << 20, options.placement) as job:
-        good, rows = True, []
+        good = True
         if "right" in options.properties:
             for case in cases(options.ranks, options.model):
                 case = replace(case, copies_rows=options.copies_rows)
@@ -265,9 +241,7 @@ def main() -> None:
             if "trace" in options.properties:
                 show_trace(job, case, options.output)
             if "time" in options.properties:
-                rows.append(time_row(case, job.placement.kind, options.ranks, measure(job, case)))
-        if options.times and job.pe == 0:
-            write_data_file(options.times, notes_of(job), TIME_COLUMNS, rows)
+                measure(job, case)
     sys.exit(0 if good else 1)
 
 

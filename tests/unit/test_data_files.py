@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from inc_runtime.config import CommunicationModel, Pipeline
-from inc_runtime.placement import PlacementKind
 from inc_runtime.simulator.measured import COLUMNS
 from results.data_files import BadDataFile, read_data_file, read_folder
 from results.measure_on_host import METRICS, data_rows
@@ -95,14 +93,6 @@ def test_the_demo_becomes_a_data_file_of_tokens_per_rank(tmp_path):
     assert {row["metric"] for row in file.rows} == {metric for metric, _ in METRICS.values()}
 
 
-def test_times_of_the_megakernel_become_a_data_file(tmp_path):
-    from tests.gpu.layer_on_gpu import OLMOE, Case
-    from tests.gpu.megakernel_program import TIME_COLUMNS, time_row
-
-    case = Case("x", OLMOE, Pipeline(8192, 1024, 4, 2), (), CommunicationModel.INC_ALL_TO_ALL_PHASED, rank_port_gbps=92.5)
-    path = tmp_path / NAME
-    notes = header(device="2 x H200", placement="scale_model", commit="abcdef1", command="torchrun", software="torch 2")
-    write_data_file(path, notes, TIME_COLUMNS, [time_row(case, PlacementKind.SCALE_MODEL, 4, 7613.3)])
-    (row,) = read_data_file(path).rows
-    assert (row["implementation"], row["ranks_per_phase"], row["rank_port_gbps"]) == ("megakernel_inc_phased", "2", "92.5")
-    assert (row["num_tokens"], row["microbatch_tokens"], row["value"]) == ("8192", "1024", "7613.3")
+def test_speed_ups_hold_rows_of_the_layer(tmp_path):
+    file = read_data_file(write(tmp_path, GOOD, "speed_ups_scale_model_abcdef1_paced.csv"))
+    assert (file.measurement, file.kind, file.part) == ("speed_ups", "moe_layer", "paced")

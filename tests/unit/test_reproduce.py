@@ -106,11 +106,30 @@ def test_an_interrupted_run_goes_on_at_the_step_in_progress(bench, capfd, number
     assert bench.run(steps) == 130
     assert "stopped after 1 of 3 steps" in capfd.readouterr().err
     assert bench.state()["second"]["status"] == INTERRUPTED and not (bench.out / "reproduction.html").exists()
-    assert not list((bench.out / "run" / "work").iterdir()), "an unfinished step leaves nothing in the results"
+    assert not list(bench.out.rglob("*second.csv")), "an unfinished step leaves nothing in the results"
     assert bench.run(steps) == 0
     assert bench.log() == ["first", "second", "second", "third"]
     assert {path.stem.rpartition("_")[2] for path in (bench.out / "data").iterdir()} == {"first", "second", "third"}
     assert bench.run(steps) == 0 and len(bench.log()) == 4, "a third run has nothing to do"
+
+
+def test_a_command_that_goes_on_finds_what_it_had_left(bench, tmp_path):
+    program = tmp_path / "counts.py"
+    program.write_text(
+        "import pathlib, sys, time\n"
+        "path = pathlib.Path(sys.argv[1], 'points.md')\n"
+        "path.write_text((path.read_text() if path.exists() else '') + 'point\\n')\n"
+        f"if not pathlib.Path({str(bench.hung)!r}).exists():\n"
+        f"    pathlib.Path({str(bench.hung)!r}).touch()\n"
+        "    time.sleep(60)\n"
+    )
+    for goes_on in (True, False):
+        bench.hung.unlink(missing_ok=True)
+        line = f"{{python}} {program} {{folder}}"
+        step = Step(f"goes on {goes_on}", "", Need.NOTHING, 1.0, (line,), ("points.md",), goes_on=goes_on)
+        interrupt_when(bench.hung, signal.SIGINT)
+        assert bench.run([step]) == 130 and bench.run([step]) == 0
+        assert (bench.out / "tables" / "points.md").read_text() == "point\n" * (1 + goes_on)
 
 
 def test_workers_in_sessions_of_their_own_are_ended_too(bench, tmp_path):

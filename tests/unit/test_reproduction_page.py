@@ -111,16 +111,8 @@ def test_a_speed_up_divides_the_best_microbatch_of_each_in_one_origin(tmp_path):
     one = data_file(tmp_path, "megakernel,4,8192,1024,900 megakernel,4,8192,2048,800 megakernel_inc,4,8192,1024,400")
     other = data_file(tmp_path, "megakernel_inc,4,8192,1024,100", commit="1234567")
     native = data_file(tmp_path, "megakernel_inc,4,8192,1024,50", placement="native")
-    assert [values for _, values in ratios(our_lines([one, other, native]), PLAIN_AND_INC)] == [{8192: 2.0}]
-
-
-def test_parts_of_one_commit_and_placement_belong_together(tmp_path):
-    files = [
-        data_file(tmp_path, "megakernel,4,1024,512,300", part="all_to_all"),
-        data_file(tmp_path, "megakernel_inc,4,1024,512,200", part="inc_all_to_all"),
-    ]
-    ((origin, values),) = ratios(our_lines(files), PLAIN_AND_INC)
-    assert values == {1024: 1.5} and origin == "measured_gpu, placement scale_model, commit abcdef1, 2 x NVIDIA H200, W = 4"
+    ((origin, values),) = ratios(our_lines([one, other, native]), PLAIN_AND_INC)
+    assert values == {8192: 2.0} and origin == f"{one.provenance} (moe_layer_scale_model_abcdef1), W = 4"
 
 
 def test_times_of_processes_paced_ports_and_other_numbers_of_ranks_are_never_divided(tmp_path):
