@@ -16,10 +16,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-vllm soak doctor clean
+.PHONY: help install demo test test-vllm soak doctor calibrate clean
 
 help: ## List these targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-10s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-11s%s\n", $$1, $$2 }'
 
 install: $(VENV)/installed ## Create .venv and install the project in it (once; the targets below do it too)
 
@@ -33,6 +33,13 @@ test: $(VENV)/installed ## Check style and types, and run the tests; options for
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
+
+MEASURED = $(wildcard results/data/machine_figures_*.csv results/data/expert_matmul_*.csv results/data/collectives_*.csv \
+    results/data/moe_layer_*.csv)
+
+calibrate: $(VENV)/installed ## Fit the simulator to all measured data, and write predicted against measured to results/tables
+	$(BIN)/inc simulate --calibrate $(sort $(MEASURED)) --name two_h200 \
+	    --output inc_runtime/simulator/calibrations/two_h200.json --table results/tables/predicted.md $(ARGS)
 
 test-vllm: $(VLLM_VENV)/with-vllm ## Serve small models through vLLM in an environment of its own; VLLM=0.27.1 is the oldest version
 	$(VLLM_VENV)/bin/python -m pytest tests/serving $(ARGS)

@@ -6,6 +6,7 @@ Sources: GShard and Switch Transformers for top-k gating; the sigmoid router wit
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -110,4 +111,6 @@ def expert_rank_membership(
 
 def rows_of_expert_ranks(membership: np.ndarray) -> list[np.ndarray]:
     """For each expert rank, the rows it receives, in token order: num_ranks arrays of int64."""
-    return [np.flatnonzero(column) for column in membership.T]
+    ranks, rows = np.nonzero(membership.T)
+    bounds = np.searchsorted(ranks, np.arange(membership.shape[1] + 1)).tolist()
+    return [rows[first:end] for first, end in pairwise(bounds)]

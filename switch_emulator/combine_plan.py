@@ -10,7 +10,7 @@ import numpy as np
 from inc_runtime.collectives.microbatch import first_row, plane_tokens
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import Header, slot_of
-from inc_runtime.routing import expert_rank_membership
+from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class CombinePlan:
         capacity = self.dims.combine_plane_tokens
         self.token_range = range(plane * capacity, (plane + 1) * capacity)
         self._membership: dict[tuple[int, int], np.ndarray] = {}
+        self._rows_of: dict[tuple[int, int], list[np.ndarray]] = {}
         self._packed_rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def membership(self, plane: int, owner: int) -> np.ndarray:
@@ -64,6 +65,23 @@ class CombinePlan:
         header = self.pe.memory["plan_header"][self.slot, :, owner, Header.NUM_ROWS]
         return len(plane_tokens(int(header.sum()), self.dims.world.plane_of(self.pe.pe), len(self.token_range)))
 
+    def _rows_of_owner(self, plane: int, owner: int) -> list[np.ndarray]:
+        """Rows of one owner's tokens on each expert rank, as positions in its packet."""
+        key = (plane, owner)
+        if key not in self._rows_of:
+            self._rows_of[key] = rows_of_expert_ranks(self.membership(plane, owner))
+        return self._rows_of[key]
+
+    def holders(self, owners: Sequence[int]) -> list[int]:
+        """The expert ranks that hold rows of `owners` whose tokens this plane sums, in rank order."""
+        found = np.zeros(self.dims.num_ranks, bool)
+        for plane in range(self.dims.world.num_dispatch_switches):
+            first = self.token_range.start - plane * self.dims.dispatch_plane_tokens
+            own = slice(max(first, 0), max(first + len(self.token_range), 0))
+            for owner in owners:
+                found |= self.membership(plane, owner)[own].any(axis=0)
+        return np.flatnonzero(found).tolist()
+
     def _packed(self, plane: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows of a coalesced packet: owner and token in order of expert rank, owner, token; first row of each rank."""
         if plane not in self._packed_rows:
@@ -81,7 +99,7 @@ class CombinePlan:
         for plane in range(self.dims.world.num_dispatch_switches):
             if self.dims.model.phased:
                 for sender in sorted(owners):
-                    rows = np.flatnonzero(self.membership(plane, sender)[:, expert_rank])
+                    rows = self._rows_of_owner(plane, sender)[expert_rank]
                     start = first_row(self.dims, plane, sender, 0)
                     runs += self._runs(plane, start, np.full(len(rows), sender), rows)
             else:
@@ -92,7 +110,11 @@ class CombinePlan:
 
     def _runs(self, plane: int, start: int, owner: np.ndarray, rows: np.ndarray) -> list[Pull]:
         """Contiguous runs of those rows, which begin at `start`, whose tokens this combine plane sums."""
-        token = rows + plane * self.dims.dispatch_plane_tokens - self.token_range.start
+        if not len(rows):
+            return []
+        token = rows + (plane * self.dims.dispatch_plane_tokens - self.token_range.start)
+        if self.dims.world.num_combine_switches == 1:
+            return [Pull(start, owner, token)]
         position = np.flatnonzero((token >= 0) & (token < len(self.token_range)))
         if not len(position):
             return []

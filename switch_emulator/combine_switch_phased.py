@@ -33,7 +33,7 @@ def serve_microbatch(pe: OneSided, magic: int) -> None:
 
 def serve_phase(pe: OneSided, plan: CombinePlan, owners: list[int], requests: list[Awaited]) -> None:
     """Pull from every rank that holds experts of the owners' tokens, add, and return the sums."""
-    ranks = [rank for rank in range(pe.world.num_ranks) if plan.pulls(rank, owners)]
+    ranks = plan.holders(owners)
     pe.memory["accumulators"][...] = 0
     for position in ready_ranks(pe, [requests[rank] for rank in ranks]):
         pull_and_add(pe, plan, ranks[position], owners)

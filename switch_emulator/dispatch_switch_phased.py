@@ -66,15 +66,15 @@ def multicast(pe: OneSided, place: int, request: tuple[int, int], first_headers:
     check_header(header, first, magic, dims, f"rank {sender}")
     with pe.stage("regroup", magic, rows=int(header[Header.NUM_ROWS])):
         rows_for = rows_of_sender(pe, place)
+    flag = Flag("expert_rows_arrived", (slot, plane, sender))
+    outboxes, start = pe.memory["outbox_header"][slot, :, sender], first_row(dims, plane, sender, 0)
     for expert_rank, rows in enumerate(rows_for):
-        flag = Flag("expert_rows_arrived", (slot, plane, sender))
         if not len(rows):
             pe.signal(expert_rank, flag, signal_word(magic, False), magic=magic)
             continue
-        outbox = pe.memory["outbox_header"][slot, expert_rank, sender]
+        outbox = outboxes[expert_rank]
         outbox[:] = header
         outbox[Header.NUM_ROWS] = len(rows)
-        start = first_row(dims, plane, sender, 0)
         segments = [Segment(outbox[None], "expert_rows_header", (slot, plane, slice(sender, sender + 1)))]
         segments += row_segments(pe, place, rows, (slot, slice(start, start + len(rows))))
         pe.put_signal(expert_rank, segments, flag, signal_word(magic, True), magic=magic)

@@ -44,7 +44,7 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
             Awaited(Flag("expert_rows_arrived", (slot, p, s)), magic, f"dispatch switch {p} for rank {s}")
             for p, s in pending
         ]
-        arrived = [pending[i] for i in pe.wait_until_some(awaited, Tag.EXPERT_ROWS)]
+        arrived = {pending[i] for i in pe.wait_until_some(awaited, Tag.EXPERT_ROWS)}
         for p, s in arrived:
             word = pe.word(Flag("expert_rows_arrived", (slot, p, s)))
             header = pe.memory["expert_rows_header"][slot, p, s]

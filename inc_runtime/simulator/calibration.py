@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from inc_runtime.errors import ConfigurationError
+from inc_runtime.placement import FREE_SMS, SHARED_SWITCH_BLOCKS
 
 DEFAULT_PATH = Path(__file__).parent / "calibrations" / "published_h200.json"
 
@@ -43,7 +44,8 @@ class Calibration:
     data_files: tuple[str, ...] = ()
 
     def on_placement(self, placement: str, num_ranks: int) -> Calibration:
-        """The share of the machine that one rank has: all of it (`native`), or 1/W of SMs, memory and port (`scale_model`)."""
+        """The share of the machine that one rank has: all of it (`native`), 1/W of SMs, memory and port (`scale_model`), or
+        all but the SMs of the switches that run on the same device (`shared`: two switches on W devices)."""
         if placement in ("native", "simulated"):
             return self
         if placement == "scale_model":
@@ -53,7 +55,11 @@ class Calibration:
                 matrix_tflops=self.matrix_tflops / num_ranks,
                 memory_tbps=self.memory_tbps / num_ranks,
             )
-        raise ConfigurationError(f"placement = {placement}: the simulator models native and scale_model alone. Drop those rows.")
+        if placement == "shared":
+            taken = FREE_SMS + SHARED_SWITCH_BLOCKS * -(-2 // num_ranks)
+            return replace(self, matrix_tflops=self.matrix_tflops * (1 - taken / self.total_sms))
+        known = "native, scale_model and shared"
+        raise ConfigurationError(f"placement = {placement}: the simulator models {known} alone. Drop those rows.")
 
 
 def load_calibration(path: Path | None = None) -> Calibration:

@@ -10,6 +10,7 @@ words, and what never arrives is still reported as a deadlock, with roles, flags
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -25,7 +26,7 @@ from inc_runtime.one_sided import Awaited, Flag, Piece, Segment
 from inc_runtime.op_trace import CHUNK_FLAGS, Event, OpTrace
 from inc_runtime.protocol import Chunk, Role, Tag, magic_of
 from inc_runtime.simulator.counted_rows import CountedRows
-from inc_runtime.simulator.network import CONTROL_BYTES, Network
+from inc_runtime.simulator.network import CONTROL_BYTES, Network, Phase
 from inc_runtime.simulator.plan import LayerPlan
 from inc_runtime.simulator.traffic import MicrobatchLoads
 
@@ -34,11 +35,19 @@ SENDER_FLAGS = ("expert_rows_arrived", "expert_chunk_arrived", "partial_chunk_ar
 DISPATCH_ROWS = ("inbox_tokens", "expert_rows")
 
 
-class _Parked:
-    """A thread in a wait: which flags, since when, and whether it has been woken."""
+Key = tuple[str, tuple[int, ...]]
 
-    def __init__(self, pe: TimedPe, awaited: Sequence[Awaited], tag: Tag, thread: greenlet.greenlet) -> None:
-        self.pe, self.awaited, self.tag, self.thread, self.woken = pe, awaited, tag, thread, False
+
+class _Parked:
+    """A thread in a wait. `bounds`: the word that each flag still lacks; `left`: how many must come before it goes on."""
+
+    def __init__(self, pe: TimedPe, awaited: Sequence[Awaited], tag: Tag, bounds: dict[Key, int], left: int) -> None:
+        self.pe, self.awaited, self.tag, self.bounds, self.left = pe, awaited, tag, bounds, left
+        self.thread = greenlet.getcurrent()
+
+    @property
+    def woken(self) -> bool:
+        return self.left == 0
 
 
 class EventSimulation(Simulation):
@@ -69,10 +78,16 @@ class EventSimulation(Simulation):
         self.sleep(end - self.now)
 
     def run(self) -> float:
+        # Millions of small objects live until the end, and none of them in cycles: looking for cycles doubles the time.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             return super().run()
         except Deadlock:
             raise Deadlock("\n".join(self._report())) from None
+        finally:
+            if collects:
+                gc.enable()
 
     def _report(self) -> Iterator[str]:
         yield "no event is left, but these still wait:"
@@ -114,16 +129,18 @@ class TimedPe(SimulatedPe):
     def __init__(self, simulation: EventSimulation, pe: int) -> None:
         self.simulation = simulation
         self.plan = simulation.plan
-        self.words: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.waiting: dict[tuple[str, tuple[int, ...]], _Parked] = {}
-        self.writers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.words: dict[Key, int] = {}
+        self.waiting: dict[Key, _Parked] = {}
+        self.writers: dict[Key, int] = {}
         # Not the constructor of BasePe: it would allocate the private rows of the switches.
         self.pe, self.world, self.layout = pe, simulation.world, simulation.layout
         self.role, self.name, self.trace = self.world.role_of(pe), self.world.name_of(pe), OpTrace(pe)
         self.sum_order = simulation.sum_order
         self.memory = cast("dict[str, np.ndarray]", self._regions())
-        self.outstanding, self.quieting = 0, cast("list[greenlet.greenlet]", [])
         self.left_at = self.release_at = 0.0
+        self.requests: list[Flag] = []
+        self.owners_served = 0
+        self.returning: greenlet.greenlet | None = None
         self.gets_open, self.sums_head, self.sums_tail, self.sums_sent = 0, 0.0, 0.0, False
         self.gates: dict[str, Gate] = {}
 
@@ -153,11 +170,11 @@ class TimedPe(SimulatedPe):
             )
         self.words[key] = word
         parked = self.waiting.get(key)
-        if parked is not None and not parked.woken and any(
-            a.threshold <= word for a in parked.awaited if a.flag.region == flag.region and a.flag.index == flag.index
-        ):
-            parked.woken = True
-            self.simulation.wake(parked.thread)
+        if parked is not None and parked.left and parked.bounds.get(key, word + 1) <= word:
+            del parked.bounds[key]
+            parked.left -= 1
+            if not parked.left:
+                self.simulation.wake(parked.thread)
 
     def holds(self, region: str) -> bool:
         """True where a region has elements, False where rows are only counted."""
@@ -177,14 +194,19 @@ class TimedPe(SimulatedPe):
         keys = [(a.flag.region, a.flag.index) for a in awaited]
         bounds = [a.threshold for a in awaited]
         ready = [i for i, key in enumerate(keys) if words.get(key, 0) >= bounds[i]]
-        if not ready:
-            parked = _Parked(self, awaited, tag, greenlet.getcurrent())
-            self.waiting.update(dict.fromkeys(keys, parked))
+        # Rows of W senders are waited for in one step, as the program only counts them: else each of W ranks would wake W times.
+        need = len(keys) if tag is Tag.EXPERT_ROWS else 1
+        if len(ready) < need:
+            lacking = {key: bound for key, bound in zip(keys, bounds, strict=True) if words.get(key, 0) < bound}
+            parked = _Parked(self, awaited, tag, lacking, need - len(ready))
+            self.waiting.update(dict.fromkeys(lacking, parked))
             sim.parked.append(parked)
             if len(sim.parked) > 16 * len(sim.pes):
                 sim.parked = [p for p in sim.parked if not p.woken]
             sim._hub.switch()
             ready = [i for i, key in enumerate(keys) if words.get(key, 0) >= bounds[i]]
+        if tag is Tag.COMBINE_REQUEST:
+            self.requests += [awaited[i].flag for i in ready if awaited[i].flag.region == "combine_requests"]
         if sim.detailed:
             self._record_wait(awaited, tag, start)
         return ready
@@ -194,6 +216,9 @@ class TimedPe(SimulatedPe):
     ) -> None:
         sim, net, plan = self.simulation, self.simulation.network, self.plan
         target = cast("TimedPe", sim.pes[peer])
+        if flag.region == "token_sums_arrived":
+            self._await_sums()
+            self.owners_served += 1
         event = self._timed_event(target, segments, flag, word, magic, part)
         # Read now: a quiet that does not wait lets the program reuse the source before this put has landed.
         brought = [(s.region, s.index, np.array(s.read())) for s in segments if target.holds(s.region) and s.num_rows]
@@ -203,12 +228,8 @@ class TimedPe(SimulatedPe):
             event.end_us = sim.now
             target.receive(brought)
             target.raise_flag(self.pe, flag, word)
-            self._complete()
 
-        self.outstanding += 1
         switches = self.role is not Role.COMPUTE_RANK, target.role is not Role.COMPUTE_RANK
-        if flag.region == "token_sums_arrived":
-            self._await_sums()
         if switches == (True, True) and plan.real:
             sim.at(start, land)
         elif event.rows == 0 and event.wire_bytes < CONTROL_BYTES and flag.region not in CHUNK_FLAGS:
@@ -225,20 +246,20 @@ class TimedPe(SimulatedPe):
             net.between_emulated(self.pe, peer, event.wire_bytes, land)
 
     def _input_tail(self, flag: Flag, magic: int) -> tuple[float, int]:
-        """When the last byte of what this put forwards is in the switch, and the sender of a relayed chunk."""
+        """When the last byte of what this put forwards is in the switch, and its sender, or -1 where it has several."""
         net = self.simulation.network
         if flag.region in ("expert_chunk_arrived", "partial_chunk_arrived"):
             return net.chunk_tails[self.pe, flag.index[2]].popleft(), flag.index[2]
         if flag.region == "expert_rows_arrived":
             sender = flag.index[2] if self.layout.dims.model.phased else -1
-            return net.tails[self.pe, magic, sender], -1
+            return net.tails[self.pe, magic, sender], sender
         return self.sums_tail, -1
 
     def _await_sums(self) -> None:
         """Returned sums begin once every pulled row has begun (cut-through) or arrived, and `sums_out` is free again."""
         sim = self.simulation
-        while self.gets_open:
-            self.quieting.append(greenlet.getcurrent())
+        if self.gets_open:
+            self.returning = greenlet.getcurrent()
             sim._hub.switch()
         begin = max(self.sums_head if self.plan.cut_through else self.sums_tail, self.release_at)
         if begin > sim.now:
@@ -304,37 +325,28 @@ class TimedPe(SimulatedPe):
             self.sums_head = self.sums_tail = 0.0
             self.sums_sent = False
         self.gets_open += 1
-        self.outstanding += 1
 
         def arriving(head: float, tail: float) -> None:
             self.sums_head, self.sums_tail = max(self.sums_head, head), max(self.sums_tail, tail)
             event.end_us = max(tail, event.start_us)
             self.gets_open -= 1
-            if plan.real:
-                self._complete()
-            else:
-                sim.at(head if plan.cut_through else tail, self._complete)
+            if self.returning is not None and not self.gets_open:
+                thread, self.returning = self.returning, None
+                sim.wake(thread)
 
-        sim.network.pull(self.pe, peer, num_bytes, magic, arriving)
-
-    def _complete(self) -> None:
-        self.outstanding -= 1
-        if self.quieting and (self.gets_open == 0 if self.plan.real else self.outstanding == 0):
-            waiting, self.quieting = self.quieting, []
-            for thread in waiting:
-                self.simulation.wake(thread)
+        phase = None
+        if plan.scenario.model.phased and sim.network.two_level:
+            served, num_ranks = self.owners_served, plan.scenario.num_ranks
+            group = min(plan.scenario.ranks_per_phase, num_ranks - served % num_ranks)
+            phase = Phase(served, [flag.index[1] for flag in self.requests[served : served + group]])
+        sim.network.pull(self.pe, peer, num_bytes, magic, arriving, phase)
 
     def quiet(self) -> None:
-        """A real switch and every relay go on, as their ports work on their own; what reuses the memory starts later.
+        """Switches go on, as their ports work on their own and pull from all ranks at once; what reuses memory starts later.
 
-        An emulated switch waits, as its program does: for the first packet of its pulls with cut-through, else for the last.
+        The persistent kernels of an emulated switch do so too: results/data/collectives_*.csv could not be met one by one.
         """
-        if self.plan.real or not self.layout.dims.model.in_network:
-            self.release_at = self.left_at
-            return
-        while self.outstanding:
-            self.quieting.append(greenlet.getcurrent())
-            self.simulation._hub.switch()
+        self.release_at = self.left_at
 
     @contextmanager
     def stage(self, stage: str, magic: int, *, rows: int = 0) -> Iterator[None]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +18,11 @@ from inc_runtime.errors import ConfigurationError
 from inc_runtime.heap_layout import BF16
 from inc_runtime.one_sided import OneSided
 from inc_runtime.op_trace import Counters, Event, count
-from inc_runtime.simulator.aggregate import aggregated_counters, aggregated_programs
+from inc_runtime.simulator.aggregate import aggregated_programs
+from inc_runtime.simulator.closed_forms import layer_counters
 from inc_runtime.simulator.counted_rows import CountedRows
 from inc_runtime.simulator.event_backend import MATRIX, VECTOR, EventSimulation, TimedPe
+from inc_runtime.simulator.exchanges import flows_fit, tested_error
 from inc_runtime.simulator.plan import LayerPlan
 from inc_runtime.simulator.traffic import MicrobatchLoads
 
@@ -52,6 +54,11 @@ class LayerResult:
     events: list[Event] = field(default_factory=list)
 
     @property
+    def tested_error(self) -> float:
+        """How far from event mode, packet by packet, the tests have seen a result of this kind, relative; 0 for itself."""
+        return tested_error(self.plan, self.mode)
+
+    @property
     def busiest(self) -> str:
         return max(self.busy, key=lambda unit: self.busy[unit])
 
@@ -73,10 +80,11 @@ def simulate_layer(
     plain = not scenario.model.in_network
     if aggregate is None:
         aggregate = plain and scenario.num_ranks >= AGGREGATE_FROM_RANKS
-    if aggregate and not (plain and plan.real and scenario.network.planes == 1):
+    if aggregate and not (plain and flows_fit(plan)):
         raise ConfigurationError(
             f"num_ranks = {scenario.num_ranks}: from {AGGREGATE_FROM_RANKS} ranks on, packets of {scenario.model.value} are "
-            "aggregated, which needs a plain model, real switches and one plane. Use fewer ranks, or real switches and one plane."
+            "aggregated, which needs a plain model, real switches, one plane, and one level where there are phases. "
+            "Use fewer ranks, or such a network."
         )
     routing = _Routing(plan)
     simulation = EventSimulation(plan, routing.loads, traced=traced)
@@ -89,12 +97,13 @@ def simulate_layer(
             simulation.spawn(pe, programs.switch)  # type: ignore[arg-type]
     simulation.run()
     end = simulation.layer_end
-    events = simulation.events()
     # Credits are left out, as in the closed forms: their number depends on timing.
-    counted = [event for event in events if event.name != "relay_credits"]
-    counters = aggregated_counters(plan, routing.loads) if aggregate else count(counted, scenario.world)
+    counted = [event for pe in simulation.pes for event in pe.trace.events if event.name != "relay_credits"]
+    # Of aggregated packets, the closed forms on the rows that they moved.
+    counters = layer_counters(plan, routing.loads) if aggregate else count(counted, scenario.world)
     mode = "event_aggregated" if aggregate else "event"
-    return LayerResult(plan, mode, end, _busy(simulation, end), counters, events if traced else [])
+    busy = busy_shares(simulation.unit_busy, simulation.network.busy, end)
+    return LayerResult(plan, mode, end, busy, counters, simulation.events() if traced else [])
 
 
 def _timed_programs(plan: LayerPlan) -> RankPrograms:
@@ -135,14 +144,16 @@ class _Routing:
         return RoutedTokens(tokens, ids, np.ones(ids.shape, np.float32))
 
 
-def _busy(simulation: EventSimulation, end_us: float) -> dict[str, float]:
-    """Busy share of the busiest unit and port of each kind."""
+def busy_shares(
+    units: Mapping[tuple[str, int], float], ports: Mapping[tuple[str, int], float], end_us: float
+) -> dict[str, float]:
+    """Busy share of the busiest unit and port of each kind, from busy times by (kind, number) in us."""
     names = {"up": "rank port out", "down": "rank port in", "switch_in": "switch port in", "switch_out": "switch port out"}
     names |= {"leaf_up": "uplink to spine", "leaf_down": "uplink to leaf"}
     totals: dict[str, float] = {MATRIX: 0.0, VECTOR: 0.0}
-    for (unit, _), busy in simulation.unit_busy.items():
+    for (unit, _), busy in units.items():
         totals[unit] = max(totals[unit], busy)
-    for (port, _), busy in simulation.network.busy.items():
+    for (port, _), busy in ports.items():
         totals[names[port]] = max(totals.get(names[port], 0.0), busy)
     return {name: busy / end_us for name, busy in totals.items()}
 

@@ -1,217 +1,208 @@
-"""The phased forms in fast mode, on a real switch: one task per sender or phase, all ranks at once in each."""
+"""The INC switches of the fast mode with phases: places and grants of the dispatch, phases of the combine, the barrier."""
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from typing import TYPE_CHECKING
+from collections import defaultdict, deque
 
-import numpy as np
-
-from inc_runtime.protocol import MAX_CHUNK_BYTES
 from inc_runtime.simulator.closed_forms import HEADER, WORD
-from inc_runtime.simulator.fast_network import Collected, FastNetwork
-from inc_runtime.simulator.flows import fifo_finish
-from inc_runtime.simulator.network import CONTROL_BYTES
-
-if TYPE_CHECKING:
-    from inc_runtime.simulator.fast_mode import FastLayer
+from inc_runtime.simulator.fast_switches import Puller
+from inc_runtime.simulator.fast_transfers import Action, Switches, TransferLayer
+from inc_runtime.simulator.network import Phase
 
 
-class FastPhases(FastNetwork):
-    """G places for the senders of a dispatch, G owners per phase of a combine."""
+class PhasedSwitches(Switches):
+    """With phases: G places for the senders of a dispatch, G owners per phase of a combine."""
 
-    def __init__(self, layer: FastLayer) -> None:
+    def __init__(self, layer: TransferLayer) -> None:
         super().__init__(layer)
-        self.group = self.plan.scenario.pipeline.ranks_per_phase
-        self.free_places = self.group
-        self.queue: deque[tuple[int, int]] = deque()
-        self.landed: dict[int, np.ndarray] = {}
-        self.sent: dict[int, int] = {}
-        self.left_at = 0.0
-        self.starts: dict[int, np.ndarray] = {}
-        self.places = [0.0] * self.group
+        self.dispatch = [PhasedDispatch(self, plane) for plane in range(self.planes)]
+        self.combine = [PhasedCombine(self, plane) for plane in range(self.planes)]
+        self.barrier = Barrier(self)
 
-    def send(self, number: int, ranks: np.ndarray, ready: np.ndarray) -> None:
-        self.landed.setdefault(number, np.zeros(self.num_ranks))
-        for rank, when in zip(ranks.tolist(), (ready + self.plan.leg_us).tolist(), strict=True):
-            self.layer.at(when, lambda r=rank, w=when: self._request(number, r, w))  # type: ignore[misc]
+    def words_of(self, kind: str, number: int) -> list[int]:
+        return [self.planes * (self.num_ranks if kind == "tokens" else 1)] * self.num_ranks
 
-    def _request(self, number: int, rank: int, now: float) -> None:
-        self.queue.append((number, rank))
-        self._grant(now)
-
-    def _grant(self, now: float) -> None:
-        while self.free_places and self.queue:
-            self.free_places -= 1
-            number, rank = self.queue.popleft()
-            begin = max(now, self.left_at) + self.plan.leg_us
-            self.layer.at(begin, lambda n=number, r=rank, b=begin: self._push_one(n, r, b))  # type: ignore[misc]
-
-    def _push_one(self, number: int, rank: int, now: float) -> None:
-        plan, inc = self.plan, self.plan.scenario.model.in_network
-        own = self.layer.everyone[rank : rank + 1]
-        self.layer.complete("send", number, own, np.array([now]))
-        messages = self.message_work("tokens", number)[rank]
-        work = self.token_bytes(number)[0][rank] / plan.port if inc else float(messages.sum())
-        start = max(now, float(self.up[rank]))
-        self.up[rank] = start + work
-        self.busy["rank port out"][rank] += work
-        head, tail = start + min(plan.packet_us, work) + plan.leg_us, start + work + plan.leg_us
-        if inc:
-            when = head if plan.cut_through else tail
-            self.layer.at(when, lambda: self._multicast_one(number, rank, when, tail))
-        else:
-            self.layer.at(head, lambda: self._relay_one(number, rank, start, messages))
-            # The place is free once the last chunk has been passed on.
-            last = tail - min(float(messages[rank]), MAX_CHUNK_BYTES / plan.port) + plan.packet_us
-            self.layer.at(last, lambda: self._release(last))
-
-    def _release(self, now: float) -> None:
-        self.free_places += 1
-        self._grant(now)
-
-    def _multicast_one(self, number: int, rank: int, when: float, input_tail: float) -> None:
-        plan = self.plan
-        rows = self.layer.loads[number].rows[rank].copy()
-        if plan.scenario.network.local_bypass:
-            rows[rank] = 0
-        work = np.where(rows > 0, (rows * (plan.dispatch_row_bytes + plan.record_bytes) + HEADER + WORD) / plan.port, 0.0)
-        start = np.where(work > 0, self.occupy_down(self.layer.everyone, when, work), when)
-        left = np.where(work > 0, np.maximum(start + work, input_tail + np.minimum(plan.packet_us, work)), when)
-        self.left_at = max(self.left_at, float(left.max()))
-        self._landed(number, self.layer.everyone, left + plan.leg_us)
-        # After the other senders that arrive at this moment: the program grants once it has served them all.
-        self.layer.at(when, lambda: self._release(when))
-
-    def _relay_one(self, number: int, rank: int, start: float, work: np.ndarray) -> None:
-        plan = self.plan
-        arrive = start + plan.leg_us + plan.packet_us
-        for step in range(self.num_ranks):
-            target = (rank + 1 + step) % self.num_ranks
-            own = self.layer.everyone[target : target + 1]
-            self.layer.at(arrive, lambda o=own, a=arrive: self._message(number, o, a, work[o]))  # type: ignore[misc]
-            arrive += float(work[target])
-
-    def _message(self, number: int, target: np.ndarray, arrive: float, work: np.ndarray) -> None:
-        """One message reaches the port of its destination, after those that came before."""
-        begin = self.occupy_down(target, arrive, work)
-        self._landed(number, target, begin + work + self.plan.leg_us)
-
-    def _landed(self, number: int, ranks: np.ndarray, when: np.ndarray) -> None:
-        """Rows of one sender are on some ranks; after the last rows of the last sender comes the barrier."""
-        self.landed[number][ranks] = np.maximum(self.landed[number][ranks], when)
-        self.sent[number] = self.sent.get(number, 0) + len(ranks)
-        if self.sent[number] < self.num_ranks**2:
+    def send(self, rank: int, number: int, plane: int = 0) -> None:
+        """Ask every plane in turn for a place, and push once it is granted."""
+        if plane == self.planes:
+            self.layer.sent(rank)
             return
-        arrived = self.landed[number]
+
+        def granted() -> None:
+            self.push_tokens(rank, plane, number, lambda: self.dispatch[plane].landed(number, rank))
+            self.send(rank, number, plane + 1)
+
+        self.layer.signal(lambda: self.dispatch[plane].request(number, rank, granted))
+
+    def received(self, rank: int, number: int, then: Action) -> None:
         if self.plan.scenario.pipeline.barrier_after_dispatch:
-            arrived = np.full(self.num_ranks, float(arrived.max()) + 2 * self.plan.leg_us)
-        self.layer.arrive("tokens", number, self.layer.everyone, arrived)
+            self.layer.signal(lambda: self.dispatch[0].join(number, then))
+        else:
+            then()
 
-    # Combine.
+    def publish(self, rank: int, number: int) -> None:
+        loads, num_bytes = self.layer.loads[number], self.planes * HEADER + WORD
+        num_bytes += int(loads.tokens[rank]) * self.plan.record_bytes
+        for switch in self.combine:
+            self.push(rank, switch.pe, 0, num_bytes, number, lambda s=switch: s.request(number, rank))  # type: ignore[misc]
+        self.layer.published(rank)
 
-    def publish(self, number: int, ranks: np.ndarray, ready: np.ndarray) -> None:
-        plan = self.plan
-        if not plan.scenario.model.in_network:
-            self.words[number][ranks] = ready
-            if not np.isnan(self.words[number]).any():
-                self.layer.at(float(ready.max()), lambda: self._phases_of_relay(number, self.words.pop(number)))
+
+class Barrier:
+    """The INC barrier after a phased dispatch: releases all ranks once the last has joined."""
+
+    def __init__(self, switches: Switches) -> None:
+        self.switches = switches
+        self.waiting: dict[int, list[Action]] = defaultdict(list)
+
+    def joined(self, number: int, then: Action) -> None:
+        """The word of one rank is in the switch."""
+        self.waiting[number].append(then)
+        if len(self.waiting[number]) == self.switches.num_ranks:
+            for action in self.waiting.pop(number):
+                self.switches.layer.signal_rank(action)
+
+
+class PhasedDispatch:
+    """One phased dispatch switch: grants places in order of request, multicasts each microbatch as it arrives."""
+
+    def __init__(self, switches: PhasedSwitches, plane: int) -> None:
+        self.switches, self.plane, self.pe = switches, plane, switches.dispatch_pe(plane)
+        self.free, self.left_at, self.release_at, self.busy = switches.plan.scenario.ranks_per_phase, 0.0, 0.0, False
+        self.asked: list[tuple[int, int, Action]] = []
+        self.joins: list[tuple[int, Action]] = []
+        self.queue: deque[Action] = deque()
+        self.held: list[tuple[int, int]] = []
+        self.here: set[tuple[int, int]] = set()
+        self.overhead_us = 0.0 if switches.plan.real else float(switches.plan.switch_costs.regroup(0))
+
+    def request(self, number: int, rank: int, granted: Action) -> None:
+        self.asked.append((rank, number, granted))
+        self._wake()
+
+    def landed(self, number: int, rank: int) -> None:
+        self.here.add((rank, number))
+        self._wake()
+
+    def join(self, number: int, then: Action) -> None:
+        self.joins.append((number, then))
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self.busy:
+            self.busy = True
+            self.switches.layer.at(self.switches.layer.now, self._take)
+
+    def _take(self) -> None:
+        """Serve what is there: arrivals in order of their grants, requests in order of rank, the barrier; then grant."""
+        if not (self.here or self.asked or self.joins):
+            self.busy = False
             return
-        self.layer.complete("publish", number, ranks, ready)
-        num_bytes = self.layer.loads[number].tokens[ranks] * plan.record_bytes + HEADER + WORD
-        work = np.where(num_bytes >= CONTROL_BYTES, num_bytes / plan.port, 0.0)
-        start = np.where(work > 0, self.occupy_up(ranks, ready, work), ready)
-        self.words[number][ranks] = start + plan.leg_us + (np.minimum(plan.packet_us, work) if plan.cut_through else work)
-        self.next_pull()
+        arrived = deque(request for request in self.held if request in self.here)
+        self.here -= set(arrived)
+        asked, self.asked = sorted(self.asked, key=lambda entry: entry[0]), []
+        joins, self.joins = self.joins, []
+        self._multicast(arrived, lambda: self._grant(asked, joins))
 
-    def next_pull(self) -> None:
-        """Phases of a microbatch begin once every request has come: dense routing has experts of every owner on every rank."""
-        number = self.summed + 1
-        if number in self.words and not np.isnan(self.words[number]).any():
-            requests = np.maximum(self.words.pop(number), self.combine_free)
-            owners = list(np.argsort(requests, kind="stable"))
-            first = float(requests[owners[: self.group]].max())
-            self.layer.at(first, lambda: self._phase(number, requests, owners, first))
+    def _multicast(self, arrived: deque[tuple[int, int]], then: Action) -> None:
+        if arrived:
+            layer = self.switches.layer
+            layer.at(layer.now + self.overhead_us, lambda: self._multicast_one(arrived, then))
+        else:
+            then()
 
-    def _phase(self, number: int, requests: np.ndarray, owners: list[int], now: float) -> None:
-        """Pull for the next G owners, from every rank that holds experts of theirs."""
-        plan, loads = self.plan, self.layer.loads[number]
-        mine, rest = np.array(owners[: self.group]), owners[self.group :]
-        rows = loads.rows[mine].copy()
-        if plan.scenario.network.local_bypass:
-            rows[np.arange(len(mine)), mine] = 0
-        work = rows.sum(axis=0) * plan.combine_row_bytes / plan.port
-        used = work > 0
-        together = Collected(self.num_ranks)
+    def _grant(self, asked: list[tuple[int, int, Action]], joins: list[tuple[int, Action]]) -> None:
+        for number, action in joins:
+            self.switches.barrier.joined(number, action)
+        self.held += [(rank, number) for rank, number, _ in asked]
+        self.queue += [granted for _, _, granted in asked]
+        while self.free and self.queue:
+            self.free -= 1
+            self.switches.layer.signal_rank(self.queue.popleft(), self.release_at)
+        self._take()
 
-        def read(ranks: np.ndarray, begin: np.ndarray) -> None:
-            start = self.occupy_up(ranks, begin, work[ranks])
-            own = np.minimum(plan.packet_us, work[ranks])
-            if not together.add(ranks, start + own + plan.leg_us, start + work[ranks] + plan.leg_us):
+    def _multicast_one(self, arrived: deque[tuple[int, int]], then: Action) -> None:
+        sender, number = request = arrived.popleft()
+        switches = self.switches
+        tail = switches.network.tails[self.pe, number + 1, sender]
+        for rank, count in enumerate(switches.layer.loads[number].plane_rows[self.plane, sender].tolist()):
+            rows = 0.0 if switches.bypass and rank == sender else count
+            num_bytes = rows * switches.token_row + HEADER * (count > 0) + WORD
+            left = switches.deliver(self.pe, rank, rows, num_bytes, tail, number, "tokens", sender)
+            self.left_at = max(self.left_at, left)
+        self.release_at = self.left_at
+        self.held.remove(request)
+        self.free += 1
+        self._multicast(arrived, then)
+
+
+class PhasedCombine(Puller):
+    """One phased combine switch: a phase for every G requests, in their order. `pending`: ranks that the phase has not read."""
+
+    def __init__(self, switches: PhasedSwitches, plane: int) -> None:
+        super().__init__(switches, plane)
+        self.group, self.number, self.served = switches.plan.scenario.ranks_per_phase, 0, 0
+        self.words: dict[int, set[int]] = defaultdict(set)
+        self.batch: deque[int] = deque()
+        self.phase: list[int] = []
+        self.rows: list[float] = []
+        self.pending: list[int] = []
+        self.busy = self.waiting = False
+
+    def request(self, number: int, rank: int) -> None:
+        """The request of an owner, which says that its own partial sums are ready as well."""
+        self.here[number].append(rank)
+        self.words[number].add(rank)
+        layer = self.switches.layer
+        if number != self.number:
+            return
+        if not self.busy:
+            self.busy = True
+            layer.at(layer.now, self._advance)
+        elif self.waiting and rank in self.pending:
+            self.waiting = False
+            layer.at(layer.now, self._pull)
+
+    def _advance(self) -> None:
+        """Fill the next phase from the requests that are there, in order of rank, then from those that came meanwhile."""
+        num_ranks = self.switches.num_ranks
+        while True:
+            while self.batch:
+                self.phase.append(self.batch.popleft())
+                if len(self.phase) == min(self.group, num_ranks - self.served):
+                    pulled = self.switches.layer.loads[self.number].plane_rows[self.plane, self.phase].sum(axis=0)
+                    self.rows, self.pending = pulled.tolist(), pulled.nonzero()[0].tolist()
+                    self._pull()
+                    return
+            if self.served == num_ranks:
+                del self.words[self.number]
+                self.number, self.served = self.number + 1, 0
+            self.batch = deque(sorted(self.here.pop(self.number, ())))
+            if not self.batch:
+                self.busy = False
                 return
-            head, tail = together.head, together.tail
-            input_tail = float(tail[used].max()) if used.any() else now
-            input_head = float(head[used].max()) if used.any() else now
-            when = max(input_head if plan.cut_through else input_tail, self.release, now)
-            self.layer.at(when, lambda: self._return_phase(number, requests, mine, rest, when, input_tail))
 
-        self.layer.spread(self.layer.everyone, np.maximum(requests, now) + plan.leg_us, read)
-
-    def _return_phase(
-        self, number: int, requests: np.ndarray, mine: np.ndarray, rest: list[int], when: float, input_tail: float
-    ) -> None:
-        plan = self.plan
-        work = self.returned_bytes(number)[mine] / plan.port
-        start = np.maximum(self.down[mine], when)
-        self.down[mine] = start + work
-        self.busy["rank port in"][mine] += work
-        left = np.maximum(start + work, input_tail + np.minimum(plan.packet_us, work))
-        self.release = float(left.max())
-        sums = self.starts.setdefault(number, np.zeros(self.num_ranks))
-        sums[mine] = left + plan.leg_us
-        if rest:
-            self._phase(number, requests, rest, when)
+    def _pull(self) -> None:
+        if not self.pending:
+            self.return_sums(self.number, self.phase, self._phase_done)
             return
-        self.combine_free, self.summed = when, number
-        self.layer.arrive("sums", number, self.layer.everyone, self.starts.pop(number))
-        self.next_pull()
+        ready = deque(rank for rank in self.pending if rank in self.words[self.number])
+        self.waiting = not ready
+        if ready:
+            self._pull_batch(ready)
 
-    def _phases_of_relay(self, number: int, ready: np.ndarray) -> None:
-        """The phases of a plain combine, one task per owner."""
-        work = self.message_work("sums", number)
-        owners = deque(np.argsort(ready, kind="stable"))
-        finish = np.empty(self.num_ranks)
-        heapq.heapify(self.places)
-        self._relay_phase(number, ready, work, owners, finish)
+    def _pull_batch(self, ready: deque[int]) -> None:
+        switches, phase = self.switches, Phase(self.served, list(self.phase))
+        while ready:
+            rank = ready.popleft()
+            self.pending.remove(rank)
+            self.pull(rank, self.rows[rank] - self.home(rank, self.rows[rank], self.number), self.number, phase)
+            if self.overhead_us:
+                switches.layer.at(switches.layer.now + self.overhead_us, lambda: self._pull_batch(ready))
+                return
+        self._pull()
 
-    def _relay_phase(
-        self, number: int, ready: np.ndarray, work: np.ndarray, owners: deque[int], finish: np.ndarray
-    ) -> None:
-        owner = owners.popleft()
-        opened = max(heapq.heappop(self.places), float(ready[owner]) + self.plan.leg_us)
-        self.layer.at(opened, lambda: self._open(number, ready, work, owners, finish, owner, opened))
-
-    def _open(
-        self,
-        number: int,
-        ready: np.ndarray,
-        work: np.ndarray,
-        owners: deque[int],
-        finish: np.ndarray,
-        owner: int,
-        opened: float,
-    ) -> None:
-        plan, mine = self.plan, work[:, owner]
-        begin = self.occupy_up(self.layer.everyone, np.maximum(opened + plan.leg_us, ready), mine)
-        arrive = begin + plan.leg_us + plan.packet_us
-        self.down[owner] = fifo_finish(arrive[:, None], mine[:, None], self.down[owner : owner + 1])[0]
-        self.busy["rank port in"][owner] += mine.sum()
-        finish[owner] = max(self.down[owner], float((begin + plan.leg_us).max())) + plan.leg_us
-        closed = float((arrive + np.maximum(mine - MAX_CHUNK_BYTES / plan.port, 0)).max())
-        heapq.heappush(self.places, closed)
-        if owners:
-            self._relay_phase(number, ready, work, owners, finish)
-            return
-        self.layer.complete("publish", number, self.layer.everyone, np.maximum(ready, closed))
-        self.layer.arrive("sums", number, self.layer.everyone, finish)
+    def _phase_done(self) -> None:
+        self.served += len(self.phase)
+        self.phase = []
+        self._advance()

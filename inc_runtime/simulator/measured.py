@@ -6,12 +6,12 @@ import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from inc_runtime.config import OLMOE_1B_7B, Implementation, LayerShape
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.simulator.calibration import Calibration
-from inc_runtime.simulator.event_mode import RolePrograms, simulate_layer
-from inc_runtime.simulator.fast_mode import check_fast, simulate_fast
+from inc_runtime.simulator.fast_mode import simulate_fast
 from inc_runtime.simulator.plan import LayerPlan
 from inc_runtime.simulator.scenario import MODEL_OF, Forwarding, NetworkSpec, Scenario, SwitchKind
 
@@ -27,8 +27,25 @@ COLUMNS = (
     "value",
     "unit",
 )
-MODELLED_PLACEMENTS = ("native", "scale_model", "simulated")
+MODELLED_PLACEMENTS = ("native", "scale_model", "shared", "simulated")
 Row = dict[str, str]
+Label = tuple[str, str, str, int, int | str, str, str]
+"""What, placement, implementation, W, N or rows, m_b, metric."""
+
+
+class Point(Protocol):
+    """Something measured that a calibration predicts, in `unit`."""
+
+    @property
+    def measured(self) -> float: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def label(self) -> Label: ...
+
+    def predict(self, calibration: Calibration) -> float: ...
 
 
 def read_rows(paths: Iterable[Path]) -> list[Row]:
@@ -58,23 +75,29 @@ class LayerPoint:
     """One measured layer: where, what, and how long, in us."""
 
     scenario: Scenario
-    measured_us: float
+    measured: float
     source: str
     file: str
+    unit: str = "us"
 
     @property
-    def label(self) -> tuple[str, str, int, int, int]:
+    def label(self) -> Label:
         s = self.scenario
-        return s.placement, s.implementation.value, s.num_ranks, s.tokens_per_rank, s.microbatch_tokens
+        where = "layer", s.placement, s.implementation.value, s.num_ranks, s.tokens_per_rank
+        return *where, str(s.microbatch_tokens), "layer_time"
+
+    def predict(self, calibration: Calibration) -> float:
+        """Layer time in fast mode."""
+        return simulate_fast(LayerPlan(self.scenario, calibration)).layer_time_us
 
 
 def layer_points(rows: Iterable[Row]) -> list[LayerPoint]:
-    """The `layer_time` rows that the simulator models: the five implementations on native and scale_model placements."""
+    """The `layer_time` rows that the simulator models: the five implementations, routed evenly, not on one_gpu or host."""
     known = {implementation.value for implementation in Implementation}
     points = []
     for row in rows:
         usable = row["metric"] == "layer_time" and row["implementation"] in known and row["placement"] in MODELLED_PLACEMENTS
-        if not usable or row["source"] == "published":
+        if not usable or row["source"] == "published" or (row.get("routing") or "uniform") != "uniform":
             continue
         scale = {"us": 1.0, "ms": 1e3, "s": 1e6}.get(row["unit"])
         if scale is None:
@@ -99,8 +122,8 @@ def scenario_of(row: Row) -> Scenario:
     shape = LayerShape(
         _number(row, "num_experts", olmoe.num_experts),
         _number(row, "top_k", olmoe.top_k),
-        _number(row, "hidden_size", olmoe.hidden_size),
-        _number(row, "intermediate_size", olmoe.intermediate_size),
+        _number(row, "hidden", _number(row, "hidden_size", olmoe.hidden_size)),
+        _number(row, "intermediate", _number(row, "intermediate_size", olmoe.intermediate_size)),
     )
     inc = MODEL_OF[implementation].in_network
     tokens = _number(row, "num_tokens", base.tokens_per_rank)
@@ -127,46 +150,49 @@ def scenario_of(row: Row) -> Scenario:
     return scenario
 
 
-def predict(scenario: Scenario, calibration: Calibration, programs: RolePrograms | None = None) -> float:
-    """Layer time in us: fast mode, or event mode for what fast mode does not model (needs `programs`)."""
-    plan = LayerPlan(scenario, calibration)
-    try:
-        check_fast(plan)
-    except ConfigurationError:
-        if programs is None:
-            raise
-        return simulate_layer(plan, programs).layer_time_us
-    return simulate_fast(plan).layer_time_us
-
-
 @dataclass(frozen=True)
 class Prediction:
     """A line of the table of predicted against measured. `fitted`: the fit has seen this point."""
 
-    point: LayerPoint
-    predicted_us: float
+    point: Point
+    predicted: float
     fitted: bool
 
     @property
     def error(self) -> float:
-        return self.predicted_us / self.point.measured_us - 1
+        return self.predicted / self.point.measured - 1
 
 
-def predictions(
-    points: Sequence[LayerPoint], calibration: Calibration, fitted: Sequence[LayerPoint], programs: RolePrograms | None
-) -> list[Prediction]:
+def predictions(points: Sequence[Point], calibration: Calibration, fitted: Sequence[Point]) -> list[Prediction]:
     """Predict every point; `fitted` are those that the fit has seen."""
     seen = {id(point) for point in fitted}
-    return [Prediction(p, predict(p.scenario, calibration, programs), id(p) in seen) for p in points]
+    return [Prediction(p, p.predict(calibration), id(p) in seen) for p in points]
 
 
-def prediction_table(lines: Sequence[Prediction], calibration: Calibration) -> str:
+@dataclass(frozen=True)
+class HeldOut:
+    """How well a fit without one implementation, or one placement, predicts it. Errors are relative."""
+
+    what: str
+    num_points: int
+    rms_error: float
+    max_error: float
+
+
+def prediction_table(lines: Sequence[Prediction], calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
     """Predicted against measured as a Markdown table, with its sources."""
-    out = [f"Predicted (source: simulated, calibration: {calibration.name}) against measured layer times.", ""]
-    out += ["| placement | implementation | W | N | m_b | measured us | predicted us | error | seen by the fit |"]
-    out += ["|---|---|---|---|---|---|---|---|---|"]
+    out = [f"Predicted (source: simulated, calibration: {calibration.name}) against measured. Fitted by `make calibrate` to:"]
+    out += [f"- {name}" for name in calibration.data_files]
+    columns = ("what", "placement", "implementation", "W", "N or rows", "m_b", "metric", "measured", "predicted", "error", "seen")
+    out += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for line in lines:
         label = " | ".join(str(part) for part in line.point.label)
-        times = f"{line.point.measured_us:.1f} | {line.predicted_us:.1f} | {100 * line.error:+.1f} %"
-        out.append(f"| {label} | {times} | {'yes' if line.fitted else 'no'} |")
+        values = f"{line.point.measured:.4g} {line.point.unit} | {line.predicted:.4g} | {100 * line.error:+.1f} %"
+        out.append(f"| {label} | {values} | {'yes' if line.fitted else 'no'} |")
+    if held_out:
+        out += ["", "Layer times of what a fit has not seen, each from a fit of its own to the others:", ""]
+        out += ["| held out | points | rms error | largest error |", "|---|---|---|---|"]
+        out += [f"| {h.what} | {h.num_points} | {100 * h.rms_error:.1f} % | {100 * h.max_error:.1f} % |" for h in held_out]
+    elif not any(isinstance(line.point, LayerPoint) for line in lines):
+        out += ["", "No layer time has been measured yet: nothing here says how well a layer is predicted."]
     return "\n".join(out) + "\n"

@@ -156,6 +156,11 @@ class LayerPlan:
             ids = np.where(ids < 0, ids, ids * scenario.replicas + turn).astype(np.int32)
         return ids.reshape(num_ranks, num_tokens, -1)
 
+    def plane_tokens(self, number: int) -> list[int]:
+        """Tokens of a rank in microbatch `number` that each plane serves: contiguous runs of equal capacity."""
+        tokens, capacity = self.tokens_of(number), self.scenario.layout.dims.dispatch_plane_tokens
+        return [min(max(tokens - plane * capacity, 0), capacity) for plane in range(self.scenario.network.planes)]
+
     def loads(self, number: int, expert_ids: np.ndarray | None = None) -> MicrobatchLoads:
         """Loads of microbatch `number`, drawn."""
         scenario = self.scenario
@@ -166,6 +171,7 @@ class LayerPlan:
             selective=scenario.model.selective,
             tile_rows=self.machine.tile_rows,
             ranks_per_leaf=scenario.ranks_per_leaf,
+            plane_tokens=self.plane_tokens(number),
         )
 
 

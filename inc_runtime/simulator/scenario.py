@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,6 +25,7 @@ MODEL_OF = {
     Implementation.MEGAKERNEL_INC_PHASED: CommunicationModel.INC_ALL_TO_ALL_PHASED,
 }
 FP8_BLOCK = 128
+MAX_RANKS = 1024
 
 
 class SwitchKind(enum.Enum):
@@ -158,15 +160,21 @@ class Scenario:
     def check(self) -> None:
         """Refuse a scenario that contradicts itself. Raises ConfigurationError: `key = value: limit. Remedy`."""
         net = self.network
+        shape = self.shape
+        for key in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+            require(getattr(shape, key) >= 1, key, getattr(shape, key), "at least 1", "Give the sizes of a model.")
         for key in ("replicas", "num_ranks", "tokens_per_rank", "microbatch_tokens", "depth", "ranks_per_phase"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1", "Give a count.")
+        require(self.num_ranks <= MAX_RANKS, "num_ranks", self.num_ranks, f"at most {MAX_RANKS}", "More was never tried.")
         require(net.planes >= 1, "planes", net.planes, "at least 1", "Use one switch per role.")
         for key in ("port_gbps", "switch_port_gbps", "uplink_gbps", "switch_memory_mib"):
             value = getattr(net, key)
-            require(value is None or value > 0, key, value, "above 0", "Give a real link or memory, or drop the line.")
+            fits = value is None or (value > 0 and math.isfinite(value))
+            require(fits, key, value, "above 0, and finite", "Give a real link or memory, or drop the line.")
         for key in ("latency_us", "uplink_latency_us", "packet_header_bytes"):
             value = getattr(net, key)
-            require(value is None or value >= 0, key, value, "0 or more", "Correct it, or drop the line.")
+            fits = value is None or (value >= 0 and math.isfinite(value))
+            require(fits, key, value, "0 or more, and finite", "Correct it, or drop the line.")
         require(net.packet_bytes >= 1, "packet_bytes", net.packet_bytes, "at least 1", "Give the payload of a packet.")
         limit = f"between 1 and num_ranks = {self.num_ranks}"
         require(self.ranks_per_phase <= self.num_ranks, "ranks_per_phase", self.ranks_per_phase, limit, "Lower G.")
@@ -189,23 +197,28 @@ class Scenario:
     def _check_topology(self) -> None:
         net = self.network
         if net.topology is TopologyKind.ONE_SWITCH:
+            for key in ("ranks_per_leaf", "uplink_gbps", "uplink_latency_us"):
+                value = getattr(net, key)
+                require(not value, key, value, "left out with one switch", "Add kind = \"leaf_spine\" or \"rails\", or drop it.")
             return
+        kind, both = net.topology.value, net.ranks_per_leaf and net.uplink_gbps is not None
+        require(bool(both), "topology.kind", kind, "given with ranks_per_leaf and uplink_gbps", "Add both, or use one_switch.")
         inside = f"a divisor of num_ranks = {self.num_ranks}, and smaller"
         divides = 1 <= net.ranks_per_leaf < self.num_ranks and self.num_ranks % net.ranks_per_leaf == 0
         require(divides, "ranks_per_leaf", net.ranks_per_leaf, inside, "Use full leaves, or topology kind one_switch.")
-        require(net.uplink_gbps is not None, "uplink_gbps", None, "given in two levels", "Add the bandwidth of the uplinks.")
         real = net.switch is SwitchKind.REAL
         require(real, "switch", net.switch.value, "real in two levels", "An emulated switch has one level.")
-        phased = self.model.phased
-        require(not phased, "implementation", self.implementation.value, "without phases in two levels", "Use one level.")
         require(net.planes == 1, "planes", net.planes, "1 in two levels", "Fold the planes into uplink_gbps.")
-        require(not net.local_bypass, "local_bypass", True, "false in two levels", "Drop it.")
 
     def _check_routing(self) -> None:
         spec = self.routing
         recorded = spec.kind is RoutingKind.RECORDED
-        require(recorded == (spec.trace is not None), "trace", spec.trace, "given for recorded routing alone", "See --example.")
-        require(spec.hot_factor > 0, "hot_factor", spec.hot_factor, "above 0", "1 is uniform.")
+        key, value = ("routing.kind", spec.kind.value) if recorded else ("trace", spec.trace)
+        limit = "given with trace, a file of expert ids" if recorded else "left out unless the kind is recorded"
+        require(recorded == (spec.trace is not None), key, value, limit, "See inc simulate --example.")
+        require(0 < spec.hot_factor <= 1e6, "hot_factor", spec.hot_factor, "above 0, up to 1e6", "1 is uniform.")
+        require(0 <= spec.exponent <= 100, "exponent", spec.exponent, "between 0 and 100", "0 is uniform.")
+        require(spec.seed >= 0, "seed", spec.seed, "0 or more", "Give another.")
         phased_bypass = self.network.local_bypass and not self.model.selective
         require(not phased_bypass, "local_bypass", True, "false for all-gather forms", "Their rows go to every rank.")
 

@@ -13,7 +13,7 @@ from inc_runtime.config import CommunicationModel, Implementation, LayerShape
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.simulator.models import PUBLIC_MODELS, shape_of
 from inc_runtime.simulator.scenario import Forwarding, NetworkSpec, Scenario, SwitchKind, TopologyKind, Wire
-from inc_runtime.simulator.traffic import RoutingKind, RoutingSpec
+from inc_runtime.simulator.traffic import RoutingKind, RoutingSpec, load_trace
 
 try:
     import tomllib
@@ -35,7 +35,7 @@ replicas = 1                      # copies of every expert; needed when there ar
 [ranks]
 num_ranks = 4                     # W
 tokens_per_rank = 4096            # N
-placement = "simulated"           # scale_model: every rank has 1/W of a machine
+placement = "simulated"           # scale_model: every rank has 1/W of a machine; shared: the switches run on a few of its SMs
 
 [implementation]
 name = "megakernel_inc"           # baseline, megakernel, megakernel_phased, megakernel_inc, megakernel_inc_phased
@@ -132,15 +132,25 @@ def parse_scenario(text: str, source: str, folder: Path = Path(), overrides: dic
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{source}: {error}. See inc simulate --example.") from None
+        reason, _, place = str(error).partition(" (at line ")
+        line = place.split(",")[0] or str(max(1, len(text.splitlines())))
+        raise ConfigurationError(f"{source}:{line}: {reason}. See inc simulate --example.") from None
     for dotted, value in (overrides or {}).items():
         table, _, key = dotted.rpartition(".")
-        (tables.setdefault(table, {}) if table else tables)[key] = value
+        if key not in _KNOWN.get(table, ()):
+            known = ", ".join(f"{name}.{keys[0]}" for name, keys in _KNOWN.items() if name)
+            raise ConfigurationError(f"{dotted} = {value!r}: there is no such key. Give TABLE.KEY=VALUE, such as {known}.")
+        if table and isinstance(tables.setdefault(table, {}), dict):
+            tables[table][key] = value
+        elif not table:
+            tables[key] = value
         lines[table, key] = 0
     try:
         _refuse_unknown(tables)
         scenario = build_scenario(tables, folder)
         scenario.check()
+        if scenario.routing.trace is not None:
+            load_trace(scenario.routing.trace, scenario.shape)
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}{_line_of(str(error), lines)}: {error}") from None
     return scenario
@@ -155,10 +165,16 @@ def _line_of(message: str, lines: dict[tuple[str, str], int]) -> str:
 
 
 def _refuse_unknown(tables: dict[str, Any]) -> None:
+    known = ", ".join(name for name in _KNOWN if name)
     for table, content in tables.items():
-        if table not in _KNOWN and table != "name":
-            known = ", ".join(name for name in _KNOWN if name)
+        if table == "name":
+            if not isinstance(content, str):
+                raise ConfigurationError(f"name = {content!r}: it must be text. Put it in quotes.")
+            continue
+        if table not in _KNOWN:
             raise ConfigurationError(f"{table} = ...: there is no such table or key. Tables: {known}.")
+        if not isinstance(content, dict):
+            raise ConfigurationError(f"{table} = {content!r}: it must be a table. Write [{table}] and its keys below.")
         for key in content if isinstance(content, dict) else ():
             if key not in _KNOWN[table]:
                 known = ", ".join(_KNOWN[table])
@@ -179,8 +195,9 @@ def _typed(spec: Any, values: dict[str, Any]) -> dict[str, Any]:
         default = getattr(spec, key)
         numeric = isinstance(default, (int, float)) or default is None
         if isinstance(value, bool) != isinstance(default, bool) or (numeric and not isinstance(value, (int, float))):
-            raise ConfigurationError(f"{key} = {value!r}: it must be a {type(default or 0.0).__name__}. Correct the value.")
-        if isinstance(default, int) and not isinstance(default, bool) and int(value) != value:
+            kind = "true or false" if isinstance(default, bool) else "a number"
+            raise ConfigurationError(f"{key} = {value!r}: it must be {kind}. Correct the value.")
+        if isinstance(default, int) and not isinstance(default, bool) and not isinstance(value, int):
             raise ConfigurationError(f"{key} = {value!r}: it must be a whole number. Correct the value.")
     return values
 
@@ -216,12 +233,15 @@ def build_scenario(tables: dict[str, Any], folder: Path = Path()) -> Scenario:
     if "kind" in routing:
         routing["kind"] = _enum(RoutingKind, "routing.kind", routing["kind"])
     if "trace" in routing:
+        if not isinstance(routing["trace"], str):
+            raise ConfigurationError(f"trace = {routing['trace']!r}: it must be the name of a file. Correct the value.")
         routing["trace"] = folder / routing["trace"]
+    _typed(base.routing, {k: v for k, v in routing.items() if k not in ("kind", "trace")})
     values["routing"] = replace(base.routing, **routing)
     return Scenario(**values)
 
 
 def _placement(value: str) -> str:
-    if value not in ("simulated", "native", "scale_model"):
-        raise ConfigurationError(f"placement = {value!r}: it must be simulated, native or scale_model. Correct the word.")
+    if value not in ("simulated", "native", "scale_model", "shared"):
+        raise ConfigurationError(f"placement = {value!r}: it must be simulated, native, scale_model or shared. Correct the word.")
     return value

@@ -7,6 +7,7 @@ mode, and every communication model, see the same tokens.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,9 +102,10 @@ class MicrobatchLoads:
 
     `tokens` [W]: tokens of each rank. `rows` [W, W]: tokens of the first rank that the second needs. `pairs` [W]:
     (row, expert) pairs; `padded` [W]: the same with every expert rounded up to whole tiles; `active` [W]: experts
-    with rows. `leaf_up` [W]: tokens of each rank with an expert under another leaf; `leaf_down` [leaves]: tokens of
-    other leaves that the leaf needs, each once; `leaf_cross` [leaves, leaves]: rows from one leaf to ranks of another.
-    `at_home` [W]: tokens of each rank whose experts are all on that rank.
+    with rows. `leaf_up` [W]: tokens of each rank with an expert under another leaf; `leaf_rows` [W, leaves]: tokens of each
+    rank that another leaf needs, each once; `leaf_cross` [leaves, leaves]: rows from one leaf to ranks of another.
+    `at_home` [W]: tokens of each rank whose experts are all on that rank. `plane_rows` [planes, W, W]: `rows` of the tokens
+    that each plane serves; float where they are shared out.
     """
 
     tokens: np.ndarray
@@ -112,9 +114,15 @@ class MicrobatchLoads:
     padded: np.ndarray
     active: np.ndarray
     leaf_up: np.ndarray
-    leaf_down: np.ndarray
+    leaf_rows: np.ndarray
     leaf_cross: np.ndarray
     at_home: np.ndarray
+    plane_rows: np.ndarray
+
+    @cached_property
+    def leaf_down(self) -> np.ndarray:
+        """Tokens of other leaves that each leaf needs: [leaves]."""
+        return self.leaf_rows.sum(axis=0)
 
     @cached_property
     def received(self) -> np.ndarray:
@@ -128,9 +136,19 @@ class MicrobatchLoads:
 
 
 def loads_of(
-    expert_ids: np.ndarray, shape: LayerShape, num_ranks: int, *, selective: bool, tile_rows: int, ranks_per_leaf: int
+    expert_ids: np.ndarray,
+    shape: LayerShape,
+    num_ranks: int,
+    *,
+    selective: bool,
+    tile_rows: int,
+    ranks_per_leaf: int,
+    plane_tokens: Sequence[int] = (),
 ) -> MicrobatchLoads:
-    """Loads of `expert_ids` [W, n, k] (-1 counts for nothing); `ranks_per_leaf` W means one switch."""
+    """Loads of `expert_ids` [W, n, k] (-1 counts for nothing); `ranks_per_leaf` W means one switch.
+
+    `plane_tokens`: how many tokens of a rank each plane serves, in order; all of them for one plane.
+    """
     num_tokens = expert_ids.shape[1]
     owner = np.append(rank_of_experts(shape.num_experts, num_ranks), num_ranks)
     counts = np.bincount(expert_ids.ravel() + 1, minlength=shape.num_experts + 1)[1:]
@@ -143,13 +161,13 @@ def loads_of(
         rows = np.full((num_ranks, num_ranks), num_tokens)
     leaf_of = np.arange(num_ranks) // ranks_per_leaf
     num_leaves = int(leaf_of[-1]) + 1
-    leaf_up, leaf_down = np.zeros(num_ranks, np.int64), np.zeros(num_leaves, np.int64)
+    leaf_up, leaf_rows = np.zeros(num_ranks, np.int64), np.zeros((num_ranks, num_leaves), np.int64)
     leaf_cross = np.zeros((num_leaves, num_leaves), np.int64)
     if num_leaves > 1:
         leaf_ids = np.append(leaf_of, num_leaves)[owner[expert_ids]] if selective else None
         reached = num_tokens * np.ones((num_ranks, num_leaves), np.int64) if leaf_ids is None else _distinct(leaf_ids, num_leaves)
         own = leaf_of[:, None] == np.arange(num_leaves)
-        leaf_down = np.where(own, 0, reached).sum(axis=0)
+        leaf_rows = np.where(own, 0, reached)
         leaf_up = tokens.copy() if leaf_ids is None else _leaves_own(leaf_ids, leaf_of, num_leaves)
         edges = np.arange(0, num_ranks, ranks_per_leaf)
         leaf_cross = np.add.reduceat(np.add.reduceat(rows, edges, axis=0), edges, axis=1)
@@ -158,7 +176,12 @@ def loads_of(
     if selective:
         own = (owner[expert_ids] == np.arange(num_ranks)[:, None, None]) | (expert_ids == NO_EXPERT)
         at_home = own.all(axis=2).sum(axis=1)
-    return MicrobatchLoads(tokens, rows, pairs, padded, active, leaf_up, leaf_down, leaf_cross, at_home)
+    plane_rows = rows[None]
+    if len(plane_tokens) > 1:
+        cuts = np.cumsum(plane_tokens)[:-1]
+        parts = [_distinct(owner[part], num_ranks) for part in np.split(expert_ids, cuts, axis=1)]
+        plane_rows = np.stack(parts) if selective else rows[None] * np.array(plane_tokens)[:, None, None] // max(1, num_tokens)
+    return MicrobatchLoads(tokens, rows, pairs, padded, active, leaf_up, leaf_rows, leaf_cross, at_home, plane_rows)
 
 
 def _distinct(places: np.ndarray, num_places: int) -> np.ndarray:

@@ -189,7 +189,34 @@ def test_a_large_world_runs_without_the_memory_of_its_rows():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20
 
 
+def test_phases_of_a_large_world_take_seconds():
+    """W = 128, G = 8. W = 1,024, G = 64 takes 47 s of one processor a microbatch (DECISIONS.md)."""
+    plan = plan_of(shape=LayerShape(256, 8, 4096, 1536), num_ranks=128, implementation=PHASED, ranks_per_phase=8)
+    start = time.process_time()
+    counters = run(plan).counters
+    assert time.process_time() - start < 20
+    # The pulls of a phase depend on which owners it has, hence on time.
+    expected = layer_counters(plan, lambda magic: plan.loads(magic - 1))
+    assert replace(counters, combine_packets=0) == replace(expected, combine_packets=0)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_phases_over_leaves_carry_every_token_over_an_uplink_once(bypass):
+    """The uplinks work as long as without phases, for the same rows, but for the routing that phases send along."""
+    leaves = {"topology": TopologyKind.LEAF_SPINE, "ranks_per_leaf": 4, "uplink_gbps": 20.0, "local_bypass": bypass}
+    work = {"num_ranks": 8, "tokens_per_rank": 256, "microbatch_tokens": 64, "network": NetworkSpec(port_gbps=20.0, **leaves)}
+    free, phased = run(plan_of(**work)), run(plan_of(**work, implementation=PHASED, ranks_per_phase=2))
+    for uplink in ("uplink to spine", "uplink to leaf"):
+        busy = [result.busy[uplink] * result.layer_time_us for result in (free, phased)]
+        assert busy[1] == pytest.approx(busy[0], rel=0.05)
+    assert phased.layer_time_us > free.layer_time_us
+
+
 def test_flows_are_aggregated_for_real_switches_alone():
     plan = plan_of(num_ranks=40, implementation=PLAIN, tokens_per_rank=16, network=NetworkSpec(SwitchKind.EMULATED))
     with pytest.raises(ConfigurationError, match="fewer ranks"):
         run(plan)
+    leaves = NetworkSpec(topology=TopologyKind.RAILS, ranks_per_leaf=8, uplink_gbps=9.0)
+    phased = Implementation.MEGAKERNEL_PHASED
+    with pytest.raises(ConfigurationError, match="one level where there are phases"):
+        run(plan_of(num_ranks=40, implementation=phased, tokens_per_rank=16, network=leaves))

@@ -12,7 +12,8 @@ import pytest
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.simulator.calibration import Calibration, load_calibration, save_calibration
 from inc_runtime.simulator.fit import calibrate, fit_parts
-from inc_runtime.simulator.measured import COLUMNS, layer_points, predict, prediction_table, predictions, read_rows
+from inc_runtime.simulator.measured import COLUMNS, layer_points, predictions, read_rows
+from inc_runtime.simulator.parts import exchange_points, product_points
 
 DATA = Path(__file__).parents[2] / "results" / "data"
 TRUTH = replace(
@@ -48,7 +49,7 @@ def write_layers(path: Path, truth: Calibration, cases, noise: float = 0.02) -> 
                 "us",
             )
             row = dict(zip(COLUMNS, values, strict=True))
-            time = predict(layer_points([row | {"file": path.name}])[0].scenario, truth)
+            time = layer_points([row | {"file": path.name}])[0].predict(truth)
             writer.writerow(row | {"value": time * (1 + noise * rng.standard_normal())})
 
 
@@ -75,28 +76,50 @@ def test_the_published_calibration_is_what_its_data_give():
 def test_a_fit_reaches_the_points_it_saw_and_an_implementation_it_did_not(tmp_path):
     cases = grid("scale_model", ("baseline", "megakernel", "megakernel_inc"))
     write_layers(tmp_path / "layers.csv", TRUTH, cases)
-    fitted, points, seen = calibrate(
-        [tmp_path / "layers.csv"], "test", load_calibration(), unseen_implementation="megakernel_inc"
-    )
-    assert len(seen) < len(points)
-    assert fitted.fit["fitted_max_error"] < 0.10 and fitted.fit["unseen_max_error"] < 0.15
-    assert fitted.source == "measured_gpu" and fitted.data_files == ("layers.csv",)
+    fit = calibrate([tmp_path / "layers.csv"], "test", load_calibration(), unseen_implementation="megakernel_inc")
+    errors = fit.calibration.fit
+    assert {line.point.scenario.implementation.value for line in fit.lines if not line.fitted} == {"megakernel_inc"}
+    assert errors["fitted_max_error"] < 0.10 and errors["unseen_max_error"] < 0.15
+    assert fit.calibration.source == "measured_gpu" and fit.calibration.data_files == ("layers.csv",)
+    assert [held.what for held in fit.held_out] == [f"implementation {x}" for x in ("baseline", "megakernel", "megakernel_inc")]
+    assert "| implementation megakernel_inc | 4 |" in fit.table
 
 
-def test_a_fit_predicts_a_placement_it_has_not_seen(tmp_path):
-    cases = grid("scale_model", ("baseline", "megakernel_inc")) + grid("native", ("megakernel_inc",))
+@pytest.mark.parametrize("unseen", ["native", "shared"])
+def test_a_fit_predicts_a_placement_it_has_not_seen(unseen, tmp_path):
+    cases = grid("scale_model", ("baseline", "megakernel_inc_phased")) + grid(unseen, ("megakernel_inc_phased",))
     write_layers(tmp_path / "layers.csv", TRUTH, cases)
-    fitted, points, seen = calibrate([tmp_path / "layers.csv"], "test", load_calibration(), unseen_placement="native")
-    assert {p.scenario.placement for p in seen} == {"scale_model"}
-    assert fitted.fit["fitted_max_error"] < 0.10 and fitted.fit["unseen_max_error"] < 0.15
-    table = prediction_table(predictions(points, fitted, seen, None), fitted)
-    assert "source: simulated, calibration: test" in table and "| no |" in table and "| yes |" in table
+    fit = calibrate([tmp_path / "layers.csv"], "test", load_calibration(), unseen_placement=unseen)
+    errors = fit.calibration.fit
+    assert {line.point.label[1] for line in fit.lines if line.fitted} == {"scale_model"}
+    assert errors["fitted_max_error"] < 0.10 and errors["unseen_max_error"] < 0.15
+    assert "source: simulated, calibration: test" in fit.table and "| no |" in fit.table and "| yes |" in fit.table
+    assert f"| placement {unseen} |" in fit.table
+
+
+def test_the_committed_table_is_what_the_committed_calibration_predicts():
+    """The fit itself takes minutes: `make calibrate`."""
+    committed = load_calibration(Path("two_h200"))
+    rows = read_rows([DATA / name for name in committed.data_files])
+    table = (DATA.parent / "tables" / "predicted.md").read_text()
+    assert "calibration: two_h200" in table and all(f"- {name}" in table for name in committed.data_files)
+    points = [*product_points(rows), *exchange_points(rows)]
+    for line in predictions(points, committed, []):
+        label = " | ".join(str(part) for part in line.point.label)
+        assert f"| {label} | {line.point.measured:.4g} {line.point.unit} | {line.predicted:.4g} |" in table
+    assert {p.label for p in layer_points(rows)} <= {tuple_of(line) for line in table.splitlines() if line.startswith("| layer ")}
+
+
+def tuple_of(line: str) -> tuple:
+    """The label of a line of the table."""
+    what, placement, implementation, ranks, tokens, size, metric = [part.strip() for part in line.split("|")[1:8]]
+    return what, placement, implementation, int(ranks), int(tokens), size, metric
 
 
 def test_without_the_fit_the_predictions_are_off(tmp_path):
     write_layers(tmp_path / "layers.csv", TRUTH, grid("scale_model", ("baseline", "megakernel_inc")))
     points = layer_points(read_rows([tmp_path / "layers.csv"]))
-    errors = [abs(line.error) for line in predictions(points, load_calibration(), [], None)]
+    errors = [abs(line.error) for line in predictions(points, load_calibration(), [])]
     assert max(errors) > 0.15
 
 

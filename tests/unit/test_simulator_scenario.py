@@ -43,14 +43,31 @@ def test_the_example_holds_the_defaults():
         ("[network]\nswitch = 'fast'", 2, "one of real, emulated"),
         ("[network]\nport_gpbs = 3", 2, "no such key"),
         ("[netwrk]\nport_gbps = 3", 1, "no such table"),
-        ("[ranks]\nnum_ranks = 'four'", 2, "must be a int"),
+        ("[ranks]\nnum_ranks = 'four'", 2, "must be a number"),
         ("[ranks]\nnum_ranks = 2.5", 2, "whole number"),
         ("[topology]\nkind = 'leaf_spine'\nranks_per_leaf = 3\nuplink_gbps = 10", 3, "divisor"),
-        ("[topology]\nkind = 'leaf_spine'\nranks_per_leaf = 2", 0, "uplink_gbps"),
+        ("[topology]\nkind = 'leaf_spine'\nranks_per_leaf = 2", 2, "uplink_gbps"),
+        ("[topology]\nranks_per_leaf = 2", 2, "left out with one switch"),
+        ("[topology]\nkind = 'rails'\nranks_per_leaf = 2\nuplink_gbps = 0", 4, "above 0"),
+        ("[network]\nplanes = 2\n[topology]\nkind = 'rails'\nranks_per_leaf = 2\nuplink_gbps = 9", 2, "Fold the planes"),
         ("[model]\nnum_experts = 4", 2, "give also top_k"),
         ("[model]\nname = 'kimi_k2'\ntop_k = 4", 3, "Drop one"),
-        ("[routing]\nkind = 'recorded'", 0, "trace"),
-        ("[ranks]\nnum_ranks = 4\nnum_ranks = 5", 0, "layer.toml"),
+        ("[routing]\nkind = 'recorded'", 2, "trace"),
+        ("[routing]\ntrace = 'x.npy'", 2, "unless the kind is recorded"),
+        ("[routing]\nkind = 'recorded'\ntrace = 'x.npy'", 3, "numpy.save"),
+        ("[routing]\nkind = 'recorded'\ntrace = 4", 3, "name of a file"),
+        ("[routing]\nseed = -1", 2, "0 or more"),
+        ("[routing]\nseed = 1.5", 2, "whole number"),
+        ("[routing]\nkind = 'zipf'\nexponent = -4", 3, "between 0 and 100"),
+        ("[routing]\nkind = 'zipf'\nexponent = 'steep'", 3, "must be a number"),
+        ("[ranks]\nnum_ranks = 4\nnum_ranks = 5", 3, "overwrite"),
+        ("[ranks]\nnum_ranks = 4.0", 2, "whole number"),
+        ("[model]\nname = 'kimi_k2'\nreplicas = 9\n[ranks]\nnum_ranks = 1025", 5, "at most 1024"),
+        ("[network]\nport_gbps = inf", 2, "finite"),
+        ("[network]\nlocal_bypass = 1", 2, "true or false"),
+        ("[network\nport_gbps = 1", 1, "Expected ']'"),
+        ("name = 3", 1, "quotes"),
+        ("model = 'kimi_k2'", 1, "[model]"),
     ],
 )
 def test_a_contradiction_is_refused_with_its_line_and_a_remedy(text, line, words):
@@ -62,6 +79,11 @@ def test_a_contradiction_is_refused_with_its_line_and_a_remedy(text, line, words
 def test_a_value_of_the_command_line_is_named_as_such():
     message = refusal("[ranks]\nnum_ranks = 4", **{"ranks.num_ranks": 65})
     assert "on the command line" in message and "num_ranks = 65" in message
+
+
+@pytest.mark.parametrize("key", ["num_ranks", "ranks", "ranks.ranks", "foo.bar"])
+def test_an_unknown_key_of_the_command_line_says_what_there_is(key):
+    assert "there is no such key" in refusal("", **{key: 4}) and "ranks.num_ranks" in refusal("", **{key: 4})
 
 
 def test_a_missing_file_says_how_to_write_one(tmp_path):
