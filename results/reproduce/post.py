@@ -139,6 +139,11 @@ def facts(files: Sequence[DataFile], post: DataFile) -> list[Fact]:
                     found[f"packets_{row['implementation']}"].append((f"{each:.0f}", file.provenance))
         if file.kind == "moe_layer" and file.source == ON_GPU:
             found["best_microbatch_megakernel_inc"] += _best_microbatches(file)
+            if depths := sorted({row["depth"] for row in file.rows if row.get("depth")}):
+                found["depth"].append((", ".join(depths), file.provenance))
+    for line in our_lines(files):
+        ends = sorted({f"{value:.2f}" for value in (min(line.values.values()), max(line.values.values()))})
+        found[f"speed_up_range_{line.pair[1]}_{line.pair[0]}"].append((" to ".join(ends), line.origin))
     for implementation in (Implementation.BASELINE, Implementation.MEGAKERNEL, Implementation.MEGAKERNEL_INC):
         count = str(len(stored_tensors(implementation)))
         found[f"stored_tensors_{implementation.value}"] = [(count, "counted in megakernel/stages.py")]
@@ -174,7 +179,8 @@ def _fact(rows: list[dict[str, str]], found: dict[str, list[tuple[str, str]]]) -
         text = f"{low} to {high}{unit}"
     else:
         text = "; ".join(f"{row['value']}{unit}{_at(row)}" for row in rows)
-    ours = found.get(f"{metric}_{name}") or found.get(metric) or []
+    keys = [f"{metric}_{name}_{first['over']}"] if first["over"] and not scope else [f"{metric}_{name}", metric]
+    ours = next((found[key] for key in keys if found.get(key)), [])
     what = f"{metric.replace('_', ' ')}{scope}{f': {name}' if name else ''}{over}"
     return Fact(what, text, tuple(ours))
 

@@ -139,6 +139,8 @@ def test_facts_are_the_posts_with_ours_where_there_are_some(places):
     files, _ = read_folder(places.data)
     found = {fact.what: fact for fact in facts(files, read_post())}
     assert found["busy matrix"].post == "75 %" and found["busy matrix"].ours[0][0] == "88 %"
+    assert found["speed up range: megakernel over megakernel_phased"].ours[0][0] == "1.11 to 1.14"
+    assert not found["speed up range, model in prefill: megakernel_inc_phased over baseline"].ours
     assert "without reduce" in found["busy vector"].ours[0][0]
     assert found["stored tensors: megakernel"].ours[0][0] == "7"
     assert not found["busy switch"].ours and not found["moe share, model in prefill: baseline"].ours
