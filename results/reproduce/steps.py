@@ -214,7 +214,7 @@ STEPS: tuple[Step, ...] = (
         "the simulator, fitted to all measured data, against them",
         Need.MEASURED_DATA,
         90,
-        (f"{PYTHON} -m inc_runtime simulate --calibrate {DATA} --name reproduced --table {FOLDER}/predicted.md",),
+        (f"{PYTHON} -m inc_runtime simulate --calibrate {DATA} --name two_h200 --table {FOLDER}/predicted.md",),
         ("predicted.md",),
     ),
 )

@@ -23,7 +23,7 @@ from inc_runtime.machine import Gpu, Machine, Mps, Nvcc, SharedMemory, Torch
 from inc_runtime.placement import plan_placements
 from inc_runtime.protocol import World
 from results.data_files import NAME, SIMULATED_NAME
-from results.reproduce import command, runner
+from results.reproduce import command, processes, runner
 from results.reproduce.runner import Places, final_name
 from results.reproduce.state import INTERRUPTED, Key, State
 from results.reproduce.steps import STEPS, Need, Step
@@ -143,7 +143,7 @@ def test_workers_in_sessions_of_their_own_are_ended_too(bench, tmp_path):
     )
     interrupt_when(bench.hung, signal.SIGINT)
     assert bench.run([Step("launcher", "", Need.NOTHING, 1.0, (f"{{python}} {program}",), ())]) == 130
-    assert not runner.start_of(int((tmp_path / "worker").read_text()))
+    assert not processes.start_of(int((tmp_path / "worker").read_text()))
 
 
 def test_a_step_that_fails_is_reported_and_does_not_stop_the_others(bench, capfd):
