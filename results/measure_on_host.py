@@ -2,7 +2,7 @@
 
     python -m results.measure_on_host [--small] [--output FILE]
 
-Counts are facts of the protocol. Times are those of processes on a processor: they say nothing about GPUs.
+The counts also become a table, beside the file or in results/tables. Counts are facts of the protocol. Times are those of processes on a processor: they say nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 
 from inc_runtime.launch import run_through_ctrl_c
 from inc_runtime.simulator.measured import COLUMNS
+from results.data_files import read_data_file
+from results.layer_tables import markdown_table
 from results.provenance import ROOT, commit_name, header, write_data_file
 
 MICROBATCH_TOKENS, TOKENS, DEPTH = 16, 64, 3
@@ -58,6 +60,20 @@ def data_rows(demo: list[dict]) -> list[dict[str, object]]:
     return rows
 
 
+def table(path: Path) -> str:
+    """The counts of a data file as Markdown, a line for each implementation and collective; times are left out."""
+    file = read_data_file(path)
+    metrics = [metric for metric, _ in METRICS.values() if metric != "layer_time"]
+    units = {metric: "" if unit == "1" else f", {unit}" for metric, unit in METRICS.values()}
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in file.rows:
+        lines.setdefault((row["implementation"], row["collective"]), {})[row["metric"]] = row["value"]
+    cells = [[*names, *(f"{float(found[metric]):,.6g}" for metric in metrics)] for names, found in lines.items()]
+    head = ["implementation", "collective", *(f"{metric.replace('_', ' ')}{units[metric]}" for metric in metrics)]
+    title = ["# What every implementation sends and holds, on processes", "", f"{file.provenance}. {file.command}", ""]
+    return "\n".join([*title, *markdown_table(head, cells)])
+
+
 def main() -> int:
     """Entry point. Returns the status of the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,6 +96,8 @@ def main() -> int:
         device=processor(), placement="host", commit=options.commit, command=f"inc {' '.join(command)}", software=software
     )
     write_data_file(output, notes, [*COLUMNS, "collective", "depth"], rows)
+    folder_of_table = output.parent if options.output else ROOT / "results" / "tables"
+    (folder_of_table / f"{output.stem}.md").write_text(table(output), encoding="utf-8")
     print(f"wrote {output}")
     return 0
 

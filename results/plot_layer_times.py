@@ -28,7 +28,7 @@ AXES = {
 
 
 def series_of(file: DataFile) -> dict[str, dict[int, float]]:
-    """Label -> size -> best time in us. Forms that differ in their collective, in G or in the ports are series of their own."""
+    """Label -> size -> best time in us. Forms that differ in G or in the ports are series of their own."""
     metric, size, *_ = AXES[file.measurement]
     series: dict[str, dict[int, float]] = defaultdict(dict)
     for row in file.rows:
@@ -37,7 +37,7 @@ def series_of(file: DataFile) -> dict[str, dict[int, float]]:
             continue
         group = row.get("ranks_per_phase", "") if row["implementation"].endswith("_phased") else ""
         port = row.get("rank_port_gbps", "")
-        more = [row.get("collective", ""), f"G = {group}" if group else "", f"ports of {port} GB/s" if port else ""]
+        more = [f"G = {group}" if group else "", f"ports of {port} GB/s" if port else ""]
         more.append(row.get("shape", "").replace("olmoe", ""))
         label = ", ".join([row["implementation"], *filter(None, more)])
         x = int(row[size])

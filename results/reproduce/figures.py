@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from results.data_files import SIMULATED, TIMELINE, DataFile
+from results.data_files import ON_HOST, SIMULATED, TIMELINE, DataFile
 
 
 def figures(folder: Path, files: Sequence[DataFile]) -> tuple[list[tuple[Path, DataFile]], list[str]]:
@@ -29,6 +29,8 @@ def draw(file: DataFile, target: Path) -> bool:
     """Draw one file. Returns False where nothing draws such a measurement."""
     from results import layer_tables, plot_collectives, plot_layer_times, plot_simulated, plot_stage_timeline, speed_up_tables
 
+    if file.source == ON_HOST:
+        return False  # its counts are a table, and its times mean nothing
     if file.source == SIMULATED:
         plot_simulated.FIGURES[file.part](file.path, target)
     elif file.measurement == TIMELINE:

@@ -185,7 +185,7 @@ STEPS: tuple[Step, ...] = (
         Need.HOST,
         150,
         (f"{PYTHON} -m results.measure_on_host --commit {COMMIT} --output {FOLDER}/{HOST_FILE}",),
-        (HOST_FILE,),
+        (HOST_FILE, HOST_FILE.replace(".csv", ".md")),
     ),
     Step(
         "expert_products",

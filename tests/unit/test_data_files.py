@@ -8,7 +8,7 @@ import pytest
 
 from inc_runtime.simulator.measured import COLUMNS
 from results.data_files import BadDataFile, read_data_file, read_folder
-from results.measure_on_host import METRICS, data_rows
+from results.measure_on_host import METRICS, data_rows, table
 from results.provenance import header, write_data_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +91,7 @@ def test_the_demo_becomes_a_data_file_of_tokens_per_rank(tmp_path):
     file = read_data_file(path)
     assert file.source == "measured_host" and {row["num_tokens"] for row in file.rows} == {"64"}
     assert {row["metric"] for row in file.rows} == {metric for metric, _ in METRICS.values()}
+    assert "| megakernel_inc | inc_all_to_all | 2 | 2 |" in table(path) and "layer time" not in table(path)
 
 
 def test_speed_ups_hold_rows_of_the_layer(tmp_path):
