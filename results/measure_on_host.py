@@ -2,7 +2,8 @@
 
     python -m results.measure_on_host [--small] [--output FILE]
 
-The counts also become a table, beside the file or in results/tables. Counts are facts of the protocol. Times are those of processes on a processor: they say nothing about GPUs.
+The counts also become a table, beside the file or in results/tables: they are facts of the protocol. Times are those of processes
+on a processor and say nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -56,19 +57,23 @@ def data_rows(demo: list[dict]) -> list[dict[str, object]]:
         fixed |= {"measurement": "moe_layer", "num_tokens": line["num_tokens"] // line["num_ranks"]}
         fixed |= {"microbatch_tokens": MICROBATCH_TOKENS, "depth": DEPTH}
         for key, (metric, unit) in METRICS.items():
-            rows.append({**fixed, "metric": metric, "value": f"{line[key]:.6g}", "unit": unit})
+            rows.append({**fixed, "metric": metric, "value": f"{line[key]:.9g}", "unit": unit})
     return rows
+
+
+def _readable(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:.2g}"
 
 
 def table(path: Path) -> str:
     """The counts of a data file as Markdown, a line for each implementation and collective; times are left out."""
     file = read_data_file(path)
     metrics = [metric for metric, _ in METRICS.values() if metric != "layer_time"]
-    units = {metric: "" if unit == "1" else f", {unit}" for metric, unit in METRICS.values()}
+    units = {metric: ", B" if unit == "B" else "" for metric, unit in METRICS.values()}
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in file.rows:
         lines.setdefault((row["implementation"], row["collective"]), {})[row["metric"]] = row["value"]
-    cells = [[*names, *(f"{float(found[metric]):,.6g}" for metric in metrics)] for names, found in lines.items()]
+    cells = [[*names, *(_readable(float(found[metric])) for metric in metrics)] for names, found in lines.items()]
     head = ["implementation", "collective", *(f"{metric.replace('_', ' ')}{units[metric]}" for metric in metrics)]
     title = ["# What every implementation sends and holds, on processes", "", f"{file.provenance}. {file.command}", ""]
     return "\n".join([*title, *markdown_table(head, cells)])
