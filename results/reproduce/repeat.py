@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inc_runtime.simulator.measured import COLUMNS
-from results.data_files import ON_GPU, ON_HOST, DataFile
+from results.data_files import ON_GPU, DataFile
 
 ALLOWED = {"layer_time": 0.05, "latency_p50": 0.05, "latency_p99": 0.15}
 """Largest relative difference between the runs that the evaluation allows, by metric."""
@@ -41,8 +41,8 @@ def _values(files: Iterable[DataFile]) -> dict[tuple[str, str], dict[Place, dict
     """(origin, metric) -> what is compared -> implementation with its own settings -> value."""
     out: dict[tuple[str, str], dict[Place, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for file in files:
-        if file.source not in (ON_GPU, ON_HOST):
-            continue
+        if file.source != ON_GPU:
+            continue  # times of processes mean nothing, and simulated ones repeat themselves
         origin = f"{file.measurement}, {file.source}, placement {file.placement}, commit {file.commit}, {file.device}"
         for row in file.rows:
             if row.get("metric") in ALLOWED:

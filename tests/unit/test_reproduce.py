@@ -250,6 +250,17 @@ def test_every_step_names_a_program_that_exists_and_files_that_are_data_files():
             assert not name.endswith(".csv") or NAME.fullmatch(name) or SIMULATED_NAME.fullmatch(name), name
 
 
+def test_every_option_of_a_step_is_one_of_its_program():
+    for line in (line for step in STEPS for line in step.commands):
+        words = shlex.split(line)
+        ours = [n for n, word in enumerate(words) if word.split(".")[0] in ("results", "tests") or word.startswith("results/")]
+        ours = [n for n in ours if words[n - 1] == "-m" or words[n].endswith(".py")] or [words.index("simulate")]
+        name = words[ours[0]].removesuffix(".py").replace(".", "/") if words[ours[0]] != "simulate" else ""
+        path = ROOT / (f"{name}.py" if name else "inc_runtime/simulator/command.py")
+        for option in (word for word in words[ours[0] + 1 :] if word.startswith("--")):
+            assert f'"{option}"' in path.read_text(encoding="utf-8"), f"{path.name} has no {option}"
+
+
 def test_every_simulated_question_is_a_step():
     from results.simulate_questions import QUESTIONS
 
