@@ -129,7 +129,7 @@ def _two_runs(before: Sequence[DataFile], now: Sequence[DataFile]) -> list[str]:
     out = [html.heading(2, "Two runs of the same command")]
     repeated = compare(before, now)
     if not repeated:
-        text = "No measurement on GPUs was run twice at this commit on this machine. inc reproduce --again runs all steps once more."
+        text = "No measurement on GPUs was run twice at this commit on this machine: inc reproduce --again does that."
         return [*out, html.paragraph(text)]
     lines = []
     for item in repeated:
