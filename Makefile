@@ -6,6 +6,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 VLLM ?= 0.32.0
 VLLM_VENV ?= .venv-vllm
+WITH_VLLM := $(VLLM_VENV)/with-vllm-$(VLLM)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install $(if $(CI),--quiet)
 
@@ -16,10 +17,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-vllm soak doctor calibrate clean
+.PHONY: help install demo test test-vllm install-vllm soak doctor calibrate clean
 
 help: ## List these targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-11s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "make %-13s%s\n", $$1, $$2 }'
 
 install: $(VENV)/installed ## Create .venv and install the project in it (once; the targets below do it too)
 
@@ -41,11 +42,13 @@ calibrate: $(VENV)/installed ## Fit the simulator to all measured data, and writ
 	$(BIN)/inc simulate --calibrate $(sort $(MEASURED)) --name two_h200 \
 	    --output inc_runtime/simulator/calibrations/two_h200.json --table results/tables/predicted.md $(ARGS)
 
-test-vllm: $(VLLM_VENV)/with-vllm ## Serve small models through vLLM in an environment of its own; VLLM=0.27.1 is the oldest version
+install-vllm: $(WITH_VLLM) ## Install vLLM for CPUs in .venv-vllm, in the place of another version there (2 GB); test-vllm does it too
+
+test-vllm: $(WITH_VLLM) ## Serve small models through vLLM in an environment of its own; VLLM=0.27.1 is the oldest version
 	$(VLLM_VENV)/bin/python -m pytest tests/serving $(ARGS)
 
-soak: $(VLLM_VENV)/with-vllm ## 10,000 requests to a server with 4 ranks, and 200 prompts with W = 1 and 4
-	INC_TEST_SOAK=10000 INC_TEST_PROMPTS=200 INC_TEST_RANKS=4 $(VLLM_VENV)/bin/python -m pytest tests/serving/test_vllm.py $(ARGS)
+soak: $(WITH_VLLM) ## 10,000 requests to a server with 4 ranks, and 200 prompts with W = 1 and 4
+	INC_TEST_SOAK=10000 INC_TEST_PROMPTS=200 INC_TEST_RANKS=4 $(VLLM_VENV)/bin/python -m pytest -s tests/serving/test_vllm.py $(ARGS)
 
 clean: ## Remove .venv and what builds and tools left
 	rm -rf $(VENV) $(VLLM_VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -71,7 +74,8 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
 	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-$(VLLM_VENV)/with-vllm: pyproject.toml tests/serving/install_vllm.py
+$(WITH_VLLM): pyproject.toml tests/serving/install_vllm.py
 	$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/torch
+	rm -f $(VLLM_VENV)/with-vllm-*
 	$(VLLM_VENV)/bin/python -m tests.serving.install_vllm $(VLLM)
 	@touch $@

@@ -27,6 +27,8 @@ logger = logging.getLogger("vllm.inc_moe")
 
 _library = torch.library.Library("inc_moe", "FRAGMENT")
 _runtime: RankRuntime | None = None
+_reasons: set[str] = set()
+"""Why layers were left to vLLM: each is said once, however many layers the model has."""
 
 
 def runtime() -> RankRuntime | None:
@@ -112,7 +114,9 @@ class IncFusedMoEMethod(UnquantizedFusedMoEMethod):
         if refusal and environment.vllm_unsupported == "refuse":
             raise ConfigurationError(f"INC_VLLM = {environment.vllm}, {layer.layer_name}: {refusal}")
         if refusal:
-            logger.warning("INC leaves %s to vLLM: %s", layer.layer_name, refusal)
+            if refusal not in _reasons:
+                logger.warning("INC leaves %s, and others of its kind, to vLLM: %s", layer.layer_name, refusal)
+            _reasons.add(refusal)
         else:
             shape = LayerShape(
                 layer.global_num_experts,

@@ -9,9 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inc_runtime.config import LayerShape
-from megakernel.make_checkpoint import write_checkpoint
+from megakernel.make_checkpoint import VOCABULARY_SIZE, write_checkpoint
 
 SHAPE = LayerShape(num_experts=8, top_k=2, hidden_size=64, intermediate_size=32)
+
+MORE_OF_MODEL = {
+    "qwen3_moe": {"num_experts": SHAPE.num_experts, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": SHAPE.num_experts},
+    "qwen2_moe": {"num_experts": SHAPE.num_experts, "shared_expert_intermediate_size": 32},
+}
+"""What is special about each family: how it names the experts, renormalised weights, experts for all tokens."""
 
 WORDS = "switch rank token expert router slot ring magic barrier plane heap kernel step layer queue credit phase word".split()  # noqa: SIM905
 
@@ -28,6 +35,34 @@ def write_float32_checkpoint(folder: Path, num_layers: int = 2) -> Path:
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    return folder
+
+
+def write_other_float32_checkpoint(folder: Path, model_type: str) -> Path:
+    """A model of another family in the same sizes, by transformers, with the tokenizer of ours."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_float32_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    sizes = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": SHAPE.hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": SHAPE.hidden_size // 2,
+        "intermediate_size": SHAPE.intermediate_size,
+        "moe_intermediate_size": SHAPE.intermediate_size,
+        "num_experts_per_tok": SHAPE.top_k,
+        "max_position_embeddings": 512,
+        "initializer_range": SHAPE.hidden_size**-0.5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(model_type, **sizes, **MORE_OF_MODEL[model_type])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 

@@ -22,6 +22,7 @@ from tests.serving.models import prompts
 
 NUM_PROMPTS = 40
 LENGTHS = (1, 4, 16, 40)
+REPORT_EVERY = 500
 ALLOWED_GROWTH = 1.1
 """Memory at the end over memory after a quarter of the requests: caches fill, a leak of a step would show as more."""
 
@@ -85,6 +86,16 @@ class Soak:
             self.done += 1
             self.cancelled += cancels
 
+    def report(self, start: float, server: int | None) -> int:
+        """Print how far it is. Returns the memory, in KiB."""
+        memory, seconds = memory_kib(server) if server else 0, time.monotonic() - start
+        print(
+            f"{self.done} requests, {self.cancelled} of them cancelled, in {seconds:.0f} s; {len(self.wrong)} wrong; "
+            f"memory {memory / 1024:.0f} MiB",
+            flush=True,
+        )
+        return memory
+
     def run(self, num_requests: int, server: int | None) -> list[str]:
         """Send everything. Returns what was wrong."""
         start, middle = time.monotonic(), 0
@@ -102,12 +113,9 @@ class Soak:
                 )
                 if server and number == num_requests // 4:
                     middle = memory_kib(server)
-        end = memory_kib(server) if server else 0
-        seconds = time.monotonic() - start
-        print(
-            f"{self.done} requests, {self.cancelled} of them cancelled, in {seconds:.0f} s; {len(self.wrong)} wrong; "
-            f"memory {middle / 1024:.0f} MiB after a quarter, {end / 1024:.0f} MiB at the end"
-        )
+                if number % REPORT_EVERY == REPORT_EVERY - 1:
+                    self.report(start, server)
+        end = self.report(start, server)
         if middle and end > ALLOWED_GROWTH * middle:
             self.wrong.append(f"memory grew from {middle} to {end} KiB")
         return self.wrong

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,21 +18,29 @@ from pathlib import Path
 
 import pytest
 
-from megakernel.serve import name_vllm
 from megakernel.vllm_checks import WORKER
 from tests.serving.client import complete, complete_all
 from tests.serving.models import prompts, write_float32_checkpoint
+from tests.serving.offline import (
+    ENGINE,
+    ROOT,
+    answers_of,
+    answers_of_vllm_alone,
+    answers_on_our_runtime,
+    environment,
+    free_port,
+    generate,
+    tokens,
+)
 from tests.serving.soak import Soak
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here; `make test-vllm` installs it beside and runs these", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS = int(os.environ.get("INC_TEST_PROMPTS", "20"))
 RANKS = int(os.environ.get("INC_TEST_RANKS", "2"))
 SOAK = int(os.environ.get("INC_TEST_SOAK", "60"))
 pytestmark = pytest.mark.timeout(1500 + SOAK)
-ENGINE = {"enforce_eager": True}
 OPTIONS = "--dtype float32 --max-model-len 512 --max-num-batched-tokens 128 --max-num-seqs 8 --enforce-eager".split()  # noqa: SIM905
 
 
@@ -43,67 +50,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm")
     write_float32_checkpoint(folder / "model")
     (folder / "prompts.json").write_text(json.dumps(prompts(NUM_PROMPTS)))
-    status, text = generate(folder, "stock", ENGINE, INC_VLLM="off")
-    assert status == 0, text
+    answers_of_vllm_alone(folder)
     return folder
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    """What several ranks on one machine need; our own variables only as the test says."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("INC_")}
-    one = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    result = kept | one | {"VLLM_NO_USAGE_STATS": "1"} | more
-    name_vllm(folder / "names", result)
-    return result
+@pytest.mark.parametrize(
+    ("implementation", "ranks"),
+    [("megakernel_inc", 1), ("megakernel_inc_phased", 2), ("megakernel", 2), ("megakernel_phased", 2), ("baseline", 2)],
+)
+def test_offline_tokens_are_those_of_vllm_alone(folder: Path, implementation: str, ranks: int) -> None:
+    assert tokens(answers_on_our_runtime(folder, implementation, ranks)) == tokens(answers_of(folder, "stock"))
 
 
-def generate(folder: Path, name: str, engine: dict, **more: str) -> tuple[int, str]:
-    """The offline engine in one process. Returns its exit status and what it printed."""
-    command = [sys.executable, "-m", "tests.serving.generate", str(folder / "model"), str(folder / "prompts.json")]
-    command += [str(folder / f"{name}.json"), json.dumps(engine)]
-    done = subprocess.run(
-        command,
-        env=environment(folder, **more),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    return done.returncode, done.stdout
-
-
-def tokens(answers: list[dict]) -> list[list[int]]:
-    return [answer["tokens"] for answer in answers]
-
-
-def stock(folder: Path) -> list[dict]:
-    """The answers of vLLM alone."""
-    return json.loads((folder / "stock.json").read_text())
-
-
-def switches(folder: Path, job_id: str, ranks: int) -> list[subprocess.Popen]:
-    """One switch of each role."""
-    command = [sys.executable, "-m", "inc_runtime", "switch", "--ranks", str(ranks), "--role"]
-    started = environment(folder, INC_JOB_ID=job_id)
-    return [subprocess.Popen([*command, role], env=started, cwd=ROOT) for role in ("dispatch", "combine")]
-
-
-@pytest.mark.parametrize("implementation", ["megakernel_inc", "baseline"])
-def test_offline_tokens_are_those_of_vllm_alone(folder: Path, implementation: str) -> None:
-    job_id = f"test-{implementation}-{os.getpid()}"
-    parts = switches(folder, job_id, 1) if implementation != "baseline" else []
-    try:
-        engine = ENGINE | {"worker_cls": WORKER}
-        status, text = generate(folder, implementation, engine, INC_VLLM=implementation, INC_JOB_ID=job_id)
-        assert status == 0, text
-        assert f"ready, {implementation}, rows float32" in text
-        assert tokens(json.loads((folder / f"{implementation}.json").read_text())) == tokens(stock(folder))
-        assert [part.wait(30) for part in parts] == [0] * len(parts), "a switch did not end with the server"
-    finally:
-        for part in parts:
-            part.kill()
+def test_requests_that_are_preempted_and_begin_again_give_the_same_tokens(folder: Path) -> None:
+    """512 tokens of cache for eight requests of about 100 each."""
+    cache = {"block_size": 32, "num_gpu_blocks_override": 17, "disable_log_stats": False}
+    answers = answers_on_our_runtime(folder, "megakernel_inc", 1, says="preempted requests: [1-9]", **cache)
+    assert tokens(answers) == tokens(answers_of(folder, "stock"))
 
 
 def test_the_plugin_without_the_worker_that_checks_it_is_refused_before_weights_load(folder: Path) -> None:
@@ -139,9 +102,7 @@ class Server:
     """`inc serve` as a user starts it."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.address, self.model = f"http://127.0.0.1:{port}", str(folder / "model")
         self.log = folder / "serve.log"
         command = [sys.executable, "-m", "inc_runtime", "serve", self.model, "--ranks", str(ranks), "--port", str(port)]
@@ -169,7 +130,7 @@ def test_a_server_of_several_ranks_and_two_switches(folder: Path) -> None:
     try:
         server.wait_until_ready()
         answers = complete_all(server.address, server.model, prompts(NUM_PROMPTS))
-        assert tokens(answers) == tokens(stock(folder))
+        assert tokens(answers) == tokens(answers_of(folder, "stock"))
         with urllib.request.urlopen(f"{server.address}/metrics", timeout=30) as page:
             metrics = page.read().decode()
         for rank in range(RANKS):
