@@ -45,6 +45,10 @@ RUN_HELP = """\
 Run one implementation on one communication model, with the shape, the routing and the pipeline of your choice, on processes
 (--backend host) or in the simulator's virtual time (--backend simulated). Example, ragged ranks, one of them empty:
   inc run --implementation megakernel_inc --ranks 3 --tokens 40,0,17 --microbatch 8 --experts 12 --top-k 3"""
+REPRODUCE_HELP = """\
+Run every part of the evaluation that this machine allows, with a bar, and write data, tables, figures and one page
+(reproduction.html) into results/. Ctrl-C stops; the same command goes on at the step that was in progress. What this machine
+cannot run is listed with the reason and the remedy."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -73,6 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_argument("folder", type=Path, help="the folder of one case, such as out/demo/megakernel_inc-inc_all_to_all")
     simulate = commands.add_parser("simulate", help="what real switches would give, at any W and link speed")
     simulator_command.add_arguments(simulate)
+    reproduce = commands.add_parser("reproduce", help="the whole evaluation", description=REPRODUCE_HELP, formatter_class=text)
+    reproduce.add_argument("--list", action="store_true", help="show the steps, and which can run here, and stop")
+    reproduce.add_argument("--only", nargs="*", metavar="STEP", help="these steps; without a name: only write the page anew")
+    reproduce.add_argument("--again", action="store_true", help="also steps that are done; the page then compares both runs")
+    reproduce.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/ of the repository")
     doctor.add_arguments(commands.add_parser("doctor", help="what this machine can run, and what is missing"))
     _add_server_commands(commands, text)
     return parser
@@ -167,6 +176,8 @@ def main(arguments: list[str] | None = None) -> int:
             return doctor.run(options)
         if options.command == "simulate":
             return simulator_command.run(options, simulated_programs())
+        if options.command == "reproduce":
+            return run_reproduction(options)
         if options.command == "make-checkpoint":
             return make_checkpoint(options.folder, shape_of(options), options.layers, options.seed)
         if options.command == "trace":
@@ -185,6 +196,17 @@ def main(arguments: list[str] | None = None) -> int:
         kind = "" if isinstance(error, Aborted) else "error: "
         print(f"{line_break}inc: {kind}{error}", file=sys.stderr)
         return 3 if isinstance(error, Aborted) else 2
+
+
+def run_reproduction(options: argparse.Namespace) -> int:
+    """`inc reproduce`, whose measurements lie in the repository and not in an installed package."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "results" / "reproduce").is_dir():
+        raise ConfigurationError("inc reproduce needs a clone of the repository: run make install there, then .venv/bin/inc.")
+    sys.path.insert(0, str(root))
+    from results.reproduce import command
+
+    return command.run(options)
 
 
 def simulated_programs() -> RolePrograms:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from inc_runtime.environment import Environment
@@ -17,6 +20,18 @@ if TYPE_CHECKING:
 
 MONITOR_S = 0.5
 """How long torchrun's agent lets the survivors of a dead process speak before it ends them."""
+
+
+def run_through_ctrl_c(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run a command that ends its own processes on Ctrl-C, and wait for it even then. Returns its exit status.
+
+    The terminal sends SIGINT to the command as well. `subprocess.run` would kill it a quarter of a second later, and torchrun,
+    whose workers have sessions of their own, would leave them behind.
+    """
+    process = subprocess.Popen(command, env=None if environment is None else dict(environment))
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return process.wait()
 
 
 def launch(arguments: list[str], world: World) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from inc_runtime.errors import ConfigurationError
+from inc_runtime.launch import run_through_ctrl_c
 
 CONTROL = "nvidia-cuda-mps-control"
 ANSWER_LIMIT_S = 10.0
@@ -102,7 +103,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     with private_daemon() as environment:
-        return subprocess.run(command, env=environment, check=False).returncode
+        return run_through_ctrl_c(command, environment)
 
 
 if __name__ == "__main__":

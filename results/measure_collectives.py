@@ -295,9 +295,9 @@ def measure_latency(bench: Bench, num_tokens: int, num_microbatches: int = 2000)
             bench.add(metric, value, "us", role=role, num_tokens=pipeline.bound_tokens, microbatch_tokens=num_tokens)
 
 
-def write_table(bench: Bench, commit: str) -> Path:
+def write_table(bench: Bench, commit: str, output: Path | None) -> Path:
     job, placement = bench.job, bench.job.placement.kind.value
-    path = FOLDER / "data" / f"collectives_{placement}_{commit}.csv"
+    path = output or FOLDER / "data" / f"collectives_{placement}_{commit}.csv"
     path.parent.mkdir(exist_ok=True)
     with open(path, "w", newline="", encoding="utf-8") as file:
         versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("nvidia-nvshmem-cu13", "cuda-bindings"))
@@ -331,6 +331,7 @@ def main() -> None:
     parser.add_argument("--routing", type=Routing, nargs="+", default=[Routing.UNIFORM], metavar="KIND")
     parser.add_argument("--no-barrier", action="store_true", help="phased dispatches without the barrier behind them")
     parser.add_argument("--commit", default=None)
+    parser.add_argument("--output", type=Path, help="data file (default: results/data/collectives_PLACEMENT_COMMIT.csv)")
     options = parser.parse_args()
     world = World(options.ranks)
     largest = Pipeline(1, max(options.microbatch_tokens), RELAY_ALONE_DEPTH, max(options.ranks_per_phase))
@@ -352,7 +353,7 @@ def main() -> None:
             if options.sweep:
                 measure_sweep(bench, 1024, options.microbatches)
             if job.pe == 0:
-                path = write_table(bench, options.commit or commit_name())
+                path = write_table(bench, options.commit or commit_name(), options.output)
         if job.pe == 0:
             print(path.read_text(encoding="utf-8"), flush=True)
 

@@ -74,8 +74,8 @@ def draw_bars(axis: Any, rows: list[Row], bars: tuple[tuple[str, ...], ...], rat
     axis.grid(axis="y", alpha=0.25)
 
 
-def draw(path: Path) -> Path:
-    """Draw the figure of one file. Returns its path."""
+def draw(path: Path, target: Path) -> None:
+    """Draw the figure of one file. Some of its rows must be paced."""
     rows = read_rows(path)
     rates = sorted({float(row["rank_port_gbps"]) for row in rows if row["rank_port_gbps"]})
     figure, (switch, port) = plt.subplots(1, 2, figsize=(13, 5))
@@ -97,12 +97,10 @@ def draw(path: Path) -> Path:
     note = f"source: measured_gpu, placement {placement}, {tokens} tokens a rank and microbatch; own experts' rows included"
     figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="#555555")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
-    target = FOLDER / "figures" / f"{path.stem}.png"
     figure.savefig(target, dpi=130)
     plt.close(figure)
-    return target
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(draw(Path(name)))
+        draw(Path(name), FOLDER / "figures" / f"{Path(name).stem}.png")

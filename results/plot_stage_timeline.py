@@ -1,6 +1,6 @@
 """Draw which stage of the megakernel ran when, from the data file of a traced launch: a pure function of that file.
 
-    python results/plot_stage_timeline.py [results/data/stage_timeline_scale_model_COMMIT.csv]
+    python results/plot_stage_timeline.py [results/data/stage_timeline_scale_model_COMMIT.csv] [--output FOLDER]
 
 A bar reaches from the first block that begins a stage of a microbatch to the last that ends it; its number is the microbatch.
 What the network does lies between `dispatch` and `group`, and between `reduce` and `combine`.
@@ -8,8 +8,8 @@ What the network does lies between `dispatch` and `group`, and between `reduce` 
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -29,8 +29,8 @@ def read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     return notes, list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-def draw(path: Path) -> Path:
-    """Write the figure beside the others, under the name of the data file."""
+def draw(path: Path, target: Path) -> None:
+    """Draw the figure of a data file."""
     notes, rows = read(path)
     figure, axes = plt.subplots(figsize=(12, 4.2))
     for row in rows:
@@ -48,15 +48,19 @@ def draw(path: Path) -> Path:
     title = next(note for note in notes if note.startswith("source:"))
     figure.suptitle(f"Stages of the megakernel: {title.removeprefix('source: ')}", fontsize=10)
     figure.tight_layout()
-    target = FOLDER / "figures" / f"{path.stem}.png"
     figure.savefig(target, dpi=140)
-    return target
+    plt.close(figure)
 
 
 def main() -> None:
-    paths = [Path(name) for name in sys.argv[1:]] or sorted((FOLDER / "data").glob("stage_timeline_*.csv"))
-    for path in paths:
-        print(draw(path))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, nargs="*", help="default: all that are committed")
+    parser.add_argument("--output", type=Path, default=FOLDER / "figures", help="folder (default: results/figures)")
+    options = parser.parse_args()
+    for path in options.data or sorted((FOLDER / "data").glob("stage_timeline_*.csv")):
+        target = options.output / f"{path.stem}.png"
+        draw(path, target)
+        print(target)
 
 
 if __name__ == "__main__":

@@ -194,25 +194,25 @@ QUESTIONS: dict[str, Callable[[Study], Iterator[Row]]] = {
 MORE_COLUMNS = ("question", "series", "x", "busiest", "busy", "memory_mib", "barrier")
 
 
-def answer(question: str, calibration: Calibration) -> Path:
-    """Run one question: data, table and figure. Returns the data file."""
+def answer(question: str, calibration: Calibration, output: Path) -> Path:
+    """Run one question: data, table and figure, in folders of `output`. Returns the data file."""
     with tqdm(desc=question, delay=3, unit=" layers", file=sys.stderr) as bar:
         rows = [row | {"question": question} for row in QUESTIONS[question](Study(calibration, bar.update))]
     for folder in ("data", "tables", "figures"):
-        for old in (RESULTS / folder).glob(f"simulated_layer_{question}_*"):
+        for old in (output / folder).glob(f"simulated_layer_{question}_*"):
             old.unlink()
-    data = RESULTS / "data" / f"simulated_layer_{question}_{git_commit(RESULTS)}.csv"
+    data = output / "data" / f"simulated_layer_{question}_{git_commit(RESULTS)}.csv"
     write_rows(data, rows, f"python -m results.simulate_questions --question {question}", MORE_COLUMNS)
-    redraw(question, data)
+    redraw(question, data, output)
     return data
 
 
-def redraw(question: str, data: Path) -> None:
-    """Table and figure of a data file."""
+def redraw(question: str, data: Path, output: Path) -> None:
+    """Table and figure of a data file, in folders of `output`."""
     for folder in ("tables", "figures"):
-        (RESULTS / folder).mkdir(exist_ok=True)
-    (RESULTS / "tables" / f"{data.stem}.md").write_text(TABLES[question](data), encoding="utf-8")
-    FIGURES[question](data, RESULTS / "figures" / f"{data.stem}.png")
+        (output / folder).mkdir(exist_ok=True)
+    (output / "tables" / f"{data.stem}.md").write_text(TABLES[question](data), encoding="utf-8")
+    FIGURES[question](data, output / "figures" / f"{data.stem}.png")
 
 
 def main() -> int:
@@ -221,12 +221,13 @@ def main() -> int:
     parser.add_argument("--question", choices=list(QUESTIONS), help="default: all")
     parser.add_argument("--calibration", type=Path, help="default: the committed one")
     parser.add_argument("--redraw", action="store_true", help="tables and figures from the data files that are there")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of data, tables and figures (default: this one)")
     options = parser.parse_args()
     for question in [options.question] if options.question else list(QUESTIONS):
         if options.redraw:
-            redraw(question, next((RESULTS / "data").glob(f"simulated_layer_{question}_*.csv")))
+            redraw(question, next((options.output / "data").glob(f"simulated_layer_{question}_*.csv")), options.output)
         else:
-            print(answer(question, load_calibration(options.calibration)))
+            print(answer(question, load_calibration(options.calibration), options.output))
     return 0
 
 

@@ -60,11 +60,11 @@ def table(path: Path) -> str:
         times.append([name, *(f"{float(row['value']) / 1e3:.3f}{how(row)}" if row else "" for row in cells)])
     ratios = []
     for slow, fast in SPEED_UPS:
-        cells = []
+        of_pair = []
         for n in sizes:
             pair = found.get((slow.value, n)), found.get((fast.value, n))
-            cells.append(f"{float(pair[0]['value']) / float(pair[1]['value']):.2f}" if pair[0] and pair[1] else "")
-        ratios.append([f"{STYLES[slow][0]} to {STYLES[fast][0]}", *cells])
+            of_pair.append(f"{float(pair[0]['value']) / float(pair[1]['value']):.2f}" if pair[0] and pair[1] else "")
+        ratios.append([f"{STYLES[slow][0]} to {STYLES[fast][0]}", *of_pair])
     over = [name for name in names if name != GROUPED_MM]
     floors = []
     for name in over:

@@ -20,6 +20,7 @@ from inc_runtime.errors import IncError
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import World
 from megakernel.device_trace import DeviceTrace
+from results.provenance import commit_name, header
 from tests.gpu.layer_on_gpu import OLMOE, RELATIVE_BOUND, SMALL, Case, Layer, cases
 
 
@@ -161,7 +162,7 @@ def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
             print(f"  {name:16s} {number:3d}  {first:8.1f} to {last:8.1f}, {spent:7.1f} us per block")
         if output is not None:
             source = f"source: measured_gpu; {case.name}, rank 0, one launch, busy {trace.busy_share()}"
-            trace.write(output, [f"device: {job.gpu.name}; placement: {job.placement.kind.value}", source])
+            trace.write(output, [*notes_of(job), source])
     layer.close()
 
 
@@ -187,6 +188,15 @@ def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> None:
     if job.pe == 0:
         longest = [max(call) for call in zip(*everyone, strict=True)]
         print(f"time {case.name}: {statistics.median(longest):.1f} us", flush=True)
+
+
+def notes_of(job: NvshmemJob) -> list[str]:
+    """Where the numbers of this job come from."""
+    kind = job.placement.kind.value
+    software = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}"
+    command = f"torchrun --nproc-per-node {job.world.num_pes} -m tests.gpu.megakernel_program {' '.join(sys.argv[1:])}"
+    device = f"{len(job.placement.gpus)} x {job.gpu.name}"
+    return header(device=device, placement=kind, commit=commit_name(), command=command, software=software)
 
 
 def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:

@@ -26,7 +26,7 @@ class Job:
     """Processes of one job, with a job id and a limit of their own. Ends what is left at the end."""
 
     def __init__(self, folder: Path, job_id: str, implementation: str = "megakernel_inc") -> None:
-        limits = {"INC_WAIT_LIMIT_S": "20", "INC_START_LIMIT_S": "60", "INC_VLLM_MICROBATCH": "4", "OMP_NUM_THREADS": "1"}
+        limits = {"INC_WAIT_LIMIT_S": "60", "INC_START_LIMIT_S": "60", "INC_VLLM_MICROBATCH": "4", "OMP_NUM_THREADS": "1"}
         self.environment = os.environ | limits | {"INC_JOB_ID": job_id, "INC_VLLM": implementation}
         self.environment.pop("RANK", None)
         self.folder = folder
@@ -162,7 +162,7 @@ def test_a_switch_that_ends_under_a_running_server_ends_the_ranks_with_its_name(
         switches[role].send_signal(how)
         status, text = say(rank)
         assert status != 0 and f"{('dispatch', 'combine')[role]} switch 0" in text
-        assert time.monotonic() - start < 10, "the wait limit is 20 s: this must not need it"
+        assert time.monotonic() - start < 40, "the wait limit is 60 s: this must not need it"
         other, text = say(switches[1 - role])
         assert other != 0
 
