@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -141,9 +142,14 @@ def figure(path: Path, target: Path) -> None:
     plt.close(drawn)
 
 
-def redraw(path: Path, folder: Path) -> None:
+def write_both(path: Path, folder: Path, table: Callable[[Path], str], figure: Callable[[Path, Path], None]) -> None:
     """Write the table and the figure of a data file into `folder`/tables and `folder`/figures."""
     for kind in ("tables", "figures"):
         (folder / kind).mkdir(exist_ok=True)
     (folder / "tables" / f"{path.stem}.md").write_text(table(path), encoding="utf-8")
     figure(path, folder / "figures" / f"{path.stem}.png")
+
+
+def redraw(path: Path, folder: Path) -> None:
+    """Table and figure of a measured layer."""
+    write_both(path, folder, table, figure)

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 from inc_runtime.config import Implementation
 from results.layer_tables import COLUMNS as LAYER_COLUMNS
-from results.layer_tables import Row, markdown_table, read_rows
+from results.layer_tables import Row, markdown_table, read_rows, write_both
 
 COLUMNS = [*LAYER_COLUMNS, "depth", "ranks_per_phase", "rank_port_gbps"]
 GROUPED_MM = "grouped_mm"
@@ -102,8 +102,5 @@ def figure(path: Path, target: Path) -> None:
 
 
 def redraw(path: Path, folder: Path) -> None:
-    """Write the table and the figure of a data file into `folder`/tables and `folder`/figures."""
-    for kind in ("tables", "figures"):
-        (folder / kind).mkdir(exist_ok=True)
-    (folder / "tables" / f"{path.stem}.md").write_text(table(path), encoding="utf-8")
-    figure(path, folder / "figures" / f"{path.stem}.png")
+    """Table and figure of speed-ups."""
+    write_both(path, folder, table, figure)

@@ -1,6 +1,6 @@
 // A rank without a layer: pushes microbatches, takes a trivial expert, publishes, waits. Proves and times dispatch and combine
-// alone, for the communication model that it is compiled for (collective.cuh). The megakernel calls the same four functions. Order of the stages: megakernel/pipeline.py,
-// schedule.
+// alone, for the communication model that it is compiled for (collective.cuh). The megakernel calls the same four functions.
+// Order of the stages: megakernel/pipeline.py, schedule.
 //
 // The trivial expert multiplies a row by the number of its choices that live on this rank, so that the sum of a token is its row
 // times the number of its valid choices: exact in bfloat16 for small integers. Waits, signals, reads, writes: those of the model,

@@ -1,6 +1,7 @@
 // Stage 3 of the Baseline, group: a copy of every received row for each of its experts here, rows of one expert together.
 // Twin: megakernel/experts.py, group. The order within an expert is that of the received rows (by sender, then by packet).
-// Reads: received rows, records and counts. Writes: grouped [pairs, H] bf16; pair_positions [rows, k]: the grouped row of a choice, -1 where
+// Reads: received rows, records and counts. Writes: grouped [pairs, H] bf16;
+// pair_positions [rows, k]: the grouped row of a choice, -1 where
 // it is none of this rank's; expert_ends [E / W] int32: where the rows of each expert end.
 // Cost: see results/data/moe_layer_*.csv.
 #pragma once

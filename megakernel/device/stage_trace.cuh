@@ -33,7 +33,8 @@ struct StageTrace {
     if (writes) begun = now(), begun_clock = clock64();
   }
   __device__ __forceinline__ void end(TracedStage stage, uint64_t magic, int rows) {
-    if (writes && count < length) events[count++] = {begun, now(), uint64_t(clock64() - begun_clock), magic, uint32_t(stage), uint32_t(rows)};
+    if (!writes || count >= length) return;
+    events[count++] = {begun, now(), uint64_t(clock64() - begun_clock), magic, uint32_t(stage), uint32_t(rows)};
   }
 };
 #else

@@ -1,6 +1,7 @@
 // Stage 1, route: the experts and weights of each token, from router logits. One warp per token. Twin: inc_runtime/routing.py,
 // route: softmax, or sigmoid with a bias that counts for the choice alone; experts in falling order, the lower id first on ties.
-// Waits on: the other blocks, in the plain models. Signals: nothing. Reads: logits [num_tokens, E] float32 or bf16, bias [E]. Writes: expert_ids, weights [num_tokens, k].
+// Waits on: the other blocks, in the plain models. Signals: nothing. Reads: logits [num_tokens, E] float32 or bf16, bias [E].
+// Writes: expert_ids, weights [num_tokens, k].
 // Cost: k rounds of two warp reductions per token.
 #pragma once
 

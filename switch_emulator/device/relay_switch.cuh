@@ -5,7 +5,8 @@
 // chunk's flag there and gives the cell back. Neighbouring cells belong to different blocks. The other warps of the SM copy while
 // one waits for its fence. Waits on: relay_arrived of its cells, without limit, as a relay never knows that something must
 // come; it watches stop and abort. When phased, a clerk opens the phases. Signals: expert_chunk_arrived or
-// partial_chunk_arrived on the destination, relay_credits on the sender. Reads: its cells. Writes: expert_rows, its records and headers (dispatch) or received_partial_sums (combine).
+// partial_chunk_arrived on the destination, relay_credits on the sender. Reads: its cells. Writes: expert_rows, its records and
+// headers (dispatch) or received_partial_sums (combine).
 // Cost: one local load and one remote store per row; results/data/collectives_*.csv, metric relayed.
 #pragma once
 
