@@ -80,12 +80,12 @@ def start(tmp_path: Path) -> Iterator:
     ids=["rank", "dispatch switch", "combine switch", "relay"],
 )
 def test_a_killed_process_ends_all_others_within_the_limit_and_every_message_names_it(start, victim: int, model: Model) -> None:
-    """A death is seen at once: long before the limit, also where cores are busy."""
+    """A death is seen at once: the limit of the job is far off."""
     job = start(model, INC_WAIT_LIMIT_S="60")
     job.await_running()
     assert shared_memory_left() == [], "the files are unlinked as soon as all have mapped them"
     os.kill(job.processes[victim].pid, signal.SIGKILL)
-    job.survivors_report(victim, f"{NAMES[victim]} (process {job.processes[victim].pid}) died", 15.0)
+    job.survivors_report(victim, f"{NAMES[victim]} (process {job.processes[victim].pid}) died", LIMIT_S)
     assert shared_memory_left() == []
 
 
