@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from inc_runtime.config import OLMOE_1B_7B, Implementation, LayerShape
 from inc_runtime.errors import ConfigurationError
@@ -80,6 +80,8 @@ class LayerPoint:
     file: str
     unit: str = "us"
 
+    plural: ClassVar[str] = "layers"
+
     @property
     def label(self) -> Label:
         s = self.scenario
@@ -106,44 +108,55 @@ def layer_points(rows: Iterable[Row]) -> list[LayerPoint]:
     return points
 
 
-def _number(row: Row, name: str, default: int) -> int:
+def number_of(row: Row, name: str, default: int) -> int:
+    """A whole number of a row, or the default where the file lacks it."""
     text = row.get(name)
     return int(float(text)) if text else default
 
 
-def scenario_of(row: Row) -> Scenario:
-    """The scenario of a measured row; columns that the file lacks take the OLMoE layer and the default pipeline.
-
-    Switches of both placements are emulated. The relay of the plain forms forwards each packet as it lands and its device has a
-    port for every rank's share, so that it is modelled as a real switch, in one step.
-    """
-    base, implementation = Scenario(), Implementation(row["implementation"])
+def shape_of_row(row: Row) -> LayerShape:
+    """The shape of a row; what the file lacks is OLMoE's."""
     olmoe = OLMOE_1B_7B
-    shape = LayerShape(
-        _number(row, "num_experts", olmoe.num_experts),
-        _number(row, "top_k", olmoe.top_k),
-        _number(row, "hidden", _number(row, "hidden_size", olmoe.hidden_size)),
-        _number(row, "intermediate", _number(row, "intermediate_size", olmoe.intermediate_size)),
+    return LayerShape(
+        number_of(row, "num_experts", olmoe.num_experts),
+        number_of(row, "top_k", olmoe.top_k),
+        number_of(row, "hidden", number_of(row, "hidden_size", olmoe.hidden_size)),
+        number_of(row, "intermediate", number_of(row, "intermediate_size", olmoe.intermediate_size)),
     )
+
+
+def network_of(row: Row) -> NetworkSpec:
+    """The network of a measured row: the switches of an INC form are PEs that store and forward.
+
+    The relay of a plain form forwards each packet as it lands, and its device has a port for every rank's share, so that it is
+    modelled as a real switch, in one step. The Baseline's library leaves the rows of a rank's own experts where they are.
+    """
+    implementation, placement = Implementation(row["implementation"]), row["placement"]
     inc = MODEL_OF[implementation].in_network
-    tokens = _number(row, "num_tokens", base.tokens_per_rank)
-    network = NetworkSpec(
-        switch=SwitchKind.EMULATED if inc and row["placement"] != "simulated" else SwitchKind.REAL,
+    stays = implementation is Implementation.BASELINE and placement == "native"
+    return NetworkSpec(
+        switch=SwitchKind.EMULATED if inc and placement != "simulated" else SwitchKind.REAL,
         forwarding=Forwarding.STORE_AND_FORWARD,
-        planes=_number(row, "planes", 1) if inc else 1,
+        planes=number_of(row, "planes", 1) if inc else 1,
         dual_role=row.get("dual_role", "") in ("1", "true", "True"),
-        local_bypass=row.get("local_bypass", "") in ("1", "true", "True"),
+        local_bypass=stays or row.get("local_bypass", "") in ("1", "true", "True"),
     )
+
+
+def scenario_of(row: Row) -> Scenario:
+    """The scenario of a measured row; columns that the file lacks take the OLMoE layer and the default pipeline."""
+    base = Scenario()
+    tokens, port = number_of(row, "num_tokens", base.tokens_per_rank), row.get("rank_port_gbps")
     scenario = Scenario(
         name=row["file"],
-        shape=shape,
-        num_ranks=_number(row, "num_ranks", base.num_ranks),
-        implementation=implementation,
+        shape=shape_of_row(row),
+        num_ranks=number_of(row, "num_ranks", base.num_ranks),
+        implementation=Implementation(row["implementation"]),
         tokens_per_rank=tokens,
-        microbatch_tokens=min(tokens, _number(row, "microbatch_tokens", tokens)),
-        depth=_number(row, "depth", base.depth),
-        ranks_per_phase=_number(row, "ranks_per_phase", 1),
-        network=network,
+        microbatch_tokens=min(tokens, number_of(row, "microbatch_tokens", tokens)),
+        depth=number_of(row, "depth", base.depth),
+        ranks_per_phase=number_of(row, "ranks_per_phase", 1),
+        network=replace(network_of(row), port_gbps=float(port) if port and float(port) else None),
         placement=row["placement"],
     )
     scenario.check()

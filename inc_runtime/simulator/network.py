@@ -67,7 +67,7 @@ class Network:
         plan = self.plan
         duration = num_bytes / plan.port
         start = self.occupy(("up", rank), self.now(), duration)
-        head, tail = start + min(plan.packet_us, duration) + plan.leg_us, start + duration + plan.leg_us
+        head, tail = start + min(plan.packet_us, duration) + plan.row_leg_us, start + duration + plan.row_leg_us
         if not plan.real:
             self.at(head, lambda: self._into_emulated(rank, switch, num_bytes, magic, tail, arrived, relayed))
         elif self.two_level and not relayed:
@@ -182,7 +182,7 @@ class Network:
         duration = num_bytes / plan.port
         start = self.occupy(("down", rank), self.now(), duration)
         left = max(start + duration, input_tail + min(plan.packet_us, duration))
-        self.at(left + plan.leg_us, landed)
+        self.at(left + plan.row_leg_us, landed)
         return left
 
     def _out_of_emulated(self, switch: int, rank: int, num_bytes: float, input_tail: float, landed: Action) -> float:
@@ -232,7 +232,7 @@ class Network:
         def read() -> None:
             duration = num_bytes / plan.port
             start = self.occupy(("up", rank), self.now(), duration)
-            head, tail = start + min(plan.packet_us, duration) + plan.leg_us, start + duration + plan.leg_us
+            head, tail = start + min(plan.packet_us, duration) + plan.row_leg_us, start + duration + plan.row_leg_us
             if not plan.real:
                 self.at(head, lambda: self._pulled_into_emulated(switch, num_bytes, tail, arriving))
             elif self.two_level:
