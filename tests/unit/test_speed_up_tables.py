@@ -61,10 +61,10 @@ def test_of_two_rows_of_one_implementation_the_shorter_counts() -> None:
 
 
 def test_every_implementation_is_measured_at_every_size_and_cut() -> None:
-    options = argparse.Namespace(tokens=[1024, 65536], microbatches=[256, 1024, 2048], groups=[1, 2], depth=4)
+    options = argparse.Namespace(tokens=[1024, 65536], microbatches=[256, 1024, 2048], groups=[1, 2], edges=[0, 256], depth=4)
     found = points(options)
     assert {point.implementation for point in found} == set(Implementation)
     keys = [point.key for point in found]
     assert len(set(keys)) == len(keys)
-    assert ("megakernel_inc_phased", "65536", "2048", "2") in keys and ("megakernel", "1024", "256", "") in keys
+    assert ("megakernel_inc_phased", "65536", "2048", "2", "256") in keys and ("megakernel", "1024", "256", "", "") in keys
     assert not [key for key in keys if key[1:3] in (("1024", "2048"), ("65536", "256"))], "beyond the batch, or 256 of them"
