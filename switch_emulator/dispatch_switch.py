@@ -90,16 +90,6 @@ def multicast_to(pe: OneSided, magic: int, plane: int, expert_rank: int, rows: n
     pe.put_signal(expert_rank, segments, flag, signal_word(magic, True), magic=magic)
 
 
-def row_segments(pe: OneSided, inbox_slot: int, rows: np.ndarray, target: tuple) -> list[Segment]:
-    """The records and the token rows of one sender, gathered from its inbox slot."""
-    if not len(rows):
-        return []
-    return [
-        Segment(pe.memory["inbox_routing"][inbox_slot], "expert_rows_routing", target, rows),
-        Segment(pe.memory["inbox_tokens"][inbox_slot], "expert_rows", target, rows),
-    ]
-
-
 def forward_plan(pe: OneSided, magic: int, plane: int, combine_plane: int) -> None:
     """Hand the headers and the routing of all senders to a combine switch, which needs to know how much to pull.
 

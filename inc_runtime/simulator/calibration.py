@@ -12,6 +12,8 @@ from pathlib import Path
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.placement import FREE_SMS, SHARED_SWITCH_BLOCKS
 
+MAY_BE_0 = ("_us", "_ns", "_sms", "interference")
+"""How the names of those numbers end that may be 0."""
 DEFAULT_PATH = Path(__file__).parent / "calibrations" / "published_h200.json"
 
 
@@ -25,8 +27,9 @@ class Calibration:
     Units: `matrix_tflops`: grouped MatMul on whole tiles, by a library. `memory_tbps`: TB/s of global memory.
     `communication_sms` of `total_sms` are reserved for transfers by the fused plain all-to-all; the INC forms reserve none.
     One kernel per stage (Baseline): `launch_us`: of a kernel; `vector_efficiency`: share of the memory that vector stages
-    reach; `route_ns`: c, of one token's routing; `expert_us`: of one expert in a grouped product; `sustained_rate`: share of `matrix_tflops` that products keep
-    when they run for longer than `BURST_US`; `exchange_us`: of a library's collective, besides its bytes.
+    reach; `route_ns`: c, of one token's routing; `expert_us`: of one expert in a grouped product; `sustained_rate`: share of
+    `matrix_tflops` that products keep when they run for longer than `BURST_US`; `exchange_us`: of a library's collective,
+    besides its bytes.
     One kernel for the layer: `fused_rate`: share of `matrix_tflops` that its products reach; `matrix_overhead_us`,
     `vector_overhead_us`: o, the fixed cost of one stage and microbatch; `fused_vector_efficiency`: as above, by the few warps
     that run its vector stages; `fused_route_ns`: as above; `interference`: share of the time of vector stages by
@@ -103,7 +106,7 @@ def load_calibration(path: Path | None = None) -> Calibration:
     calibration = Calibration(**values)
     for f in fields(Calibration):
         value = getattr(calibration, f.name)
-        if isinstance(value, (int, float)) and (value < 0 or (value == 0 and not f.name.endswith(("_us", "_ns", "_sms", "interference")))):
+        if isinstance(value, (int, float)) and (value < 0 or (value == 0 and not f.name.endswith(MAY_BE_0))):
             raise ConfigurationError(f"calibration {path}: {f.name} = {value}; it must be positive. Refit it.")
     return calibration
 

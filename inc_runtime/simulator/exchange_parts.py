@@ -91,7 +91,8 @@ def exchange_points(rows: Iterable[Row]) -> list[ExchangePoint]:
         if not usable or not (steady or row["metric"] == "latency_p50") or (row.get("routing") or "uniform") != "uniform":
             continue
         count, depth = (STEADY_MICROBATCHES, MEASURED_DEPTH) if steady else (1, 1)
-        implementation, size, port = Implementation(row["implementation"]), int(row["microbatch_tokens"]), row.get("rank_port_gbps")
+        implementation, size = Implementation(row["implementation"]), int(row["microbatch_tokens"])
+        port = row.get("rank_port_gbps")
         scenario = Scenario(
             shape=OLMOE_1B_7B,
             num_ranks=int(row["num_ranks"]),

@@ -83,7 +83,7 @@ def expected_loads(plan: LayerPlan) -> tuple[MicrobatchLoads, ...]:
     key = (
         *(plan.shape, scenario.num_ranks, scenario.routing, scenario.replicas, scenario.model.selective),
         *(scenario.ranks_per_leaf, plan.machine.tile_rows, scenario.network.planes),
-        *(scenario.pipeline.bound_tokens, scenario.pipeline.microbatch_tokens),
+        *(scenario.pipeline.bound_tokens, scenario.pipeline.microbatch_tokens, scenario.pipeline.edge_tokens),
     )
     if key not in _drawn:
         if len(_drawn) >= KEPT_LOADS:

@@ -43,7 +43,10 @@ FUSED = (
     "fused_route_ns",
     "interference",
 )
-STARTS = {"expert_us": 0.5, "switch_overhead_us": 1.0, "relay_us": 5.0, "route_ns": 0.5, "fused_route_ns": 1.0, "interference": 0.1}
+STARTS = {
+    **{"expert_us": 0.5, "route_ns": 0.5, "switch_overhead_us": 1.0, "relay_us": 5.0},
+    **{"fused_route_ns": 1.0, "interference": 0.1},
+}
 """Where a fit begins with parameters that are 0 without one: their logarithm needs a value."""
 PULL = 0.05
 """Weight of the pull to the start: a parameter moved by a factor e costs as much as an error of 5 % at one point."""
@@ -166,7 +169,10 @@ def fit_all(rows: Sequence[Row], points: Points, start: Calibration, progress: C
     calibration = fit_means(rows, start)
     calibration = fit_points(points.unfused, calibration, UNFUSED, progress)
     calibration = fit_points(points.alone, calibration, LINKS, progress)
-    return fit_points(points.fused, calibration, FUSED, progress)
+    if not points.fused:
+        return calibration
+    # Our own kernels set no SM apart for communication.
+    return fit_points(points.fused, replace(calibration, communication_sms=0), FUSED, progress)
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,7 @@ def rows_without(rows: Sequence[Row], *, implementation: str | None = None, plac
 
 
 def hold_out(rows: Sequence[Row], start: Calibration, progress: Callable[[], None] = lambda: None) -> list[HeldOut]:
-    """Leave out every implementation, and every placement, in turn, with all its rows; fit to the rest, and predict its layers."""
+    """Leave out every implementation, and every placement, in turn, with all its rows; fit to the rest; predict its layers."""
     layers = layer_points(rows)
     found = []
     for kind, values in (

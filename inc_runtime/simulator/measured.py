@@ -143,18 +143,33 @@ def network_of(row: Row) -> NetworkSpec:
     )
 
 
+def _cut_beside_the_baseline(tokens: int) -> tuple[int, int, int]:
+    """m_b, edge and depth of a megakernel measured by `measure_moe_layer.py`, whose rows name those of the Baseline.
+
+    As `results/megakernel_plug.py` cuts it.
+    """
+    size = min(tokens, max(512, min(tokens // 2, 2048)))
+    return size, min(256, size), 4
+
+
 def scenario_of(row: Row) -> Scenario:
     """The scenario of a measured row; columns that the file lacks take the OLMoE layer and the default pipeline."""
     base = Scenario()
     tokens, port = number_of(row, "num_tokens", base.tokens_per_rank), row.get("rank_port_gbps")
+    size, depth, edge = number_of(row, "microbatch_tokens", tokens), number_of(row, "depth", base.depth), 0
+    if Implementation(row["implementation"]) is not Implementation.BASELINE:
+        edge = number_of(row, "edge_tokens", 0)
+        if row["placement"] == "native" and not row.get("depth"):
+            size, edge, depth = _cut_beside_the_baseline(tokens)
     scenario = Scenario(
         name=row["file"],
         shape=shape_of_row(row),
         num_ranks=number_of(row, "num_ranks", base.num_ranks),
         implementation=Implementation(row["implementation"]),
         tokens_per_rank=tokens,
-        microbatch_tokens=min(tokens, number_of(row, "microbatch_tokens", tokens)),
-        depth=number_of(row, "depth", base.depth),
+        microbatch_tokens=min(tokens, size),
+        edge_tokens=edge,
+        depth=depth,
         ranks_per_phase=number_of(row, "ranks_per_phase", 1),
         network=replace(network_of(row), port_gbps=float(port) if port and float(port) else None),
         placement=row["placement"],
@@ -178,8 +193,8 @@ class Prediction:
 
 def predictions(points: Sequence[Point], calibration: Calibration, fitted: Sequence[Point]) -> list[Prediction]:
     """Predict every point; `fitted` are those that the fit has seen."""
-    seen = {id(point) for point in fitted}
-    return [Prediction(p, p.predict(calibration), id(p) in seen) for p in points]
+    seen = set(fitted)
+    return [Prediction(p, p.predict(calibration), p in seen) for p in points]
 
 
 @dataclass(frozen=True)

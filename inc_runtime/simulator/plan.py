@@ -38,16 +38,16 @@ class LayerPlan:
         port = own if given is None else given if self.scenario.placement == "simulated" else min(given, own)
         return replace(share, port_gbps=port)
 
-    @property
+    @cached_property
     def relayed(self) -> bool:
         """Whether a plain form sends through relays that are PEs: where they share devices, as a library's ranks cannot."""
         return not self.scenario.model.in_network and self.scenario.placement in ("scale_model", "shared")
 
-    @property
+    @cached_property
     def real(self) -> bool:
         return self.scenario.network.switch is SwitchKind.REAL
 
-    @property
+    @cached_property
     def cut_through(self) -> bool:
         return self.scenario.network.forwarding is Forwarding.CUT_THROUGH
 
@@ -63,7 +63,7 @@ class LayerPlan:
         """One leg of rows: a relay that is a PE takes time for them that control words do not need."""
         return self.leg_us + (self.machine.relay_us / 2 if self.relayed else 0.0)
 
-    @property
+    @cached_property
     def uplink_us(self) -> float:
         """Latency between a leaf and the spine; that of a leg unless given."""
         given = self.scenario.network.uplink_latency_us

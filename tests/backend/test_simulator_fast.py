@@ -133,9 +133,9 @@ def test_aggregated_event_mode_is_the_same_flows(seed):
 
 
 def test_fast_mode_goes_as_flows_where_there_are_too_many_messages_and_says_so():
-    for implementation, ranks, error in ((PLAIN[0], 128, 0.01), (PLAIN[0], 256, 0.02), (PLAIN[1], 16, 0.01), (PLAIN[1], 64, 0.30)):
-        shape = LayerShape(256, 8, 7168, 2048)
-        plan = LayerPlan(Scenario(shape=shape, num_ranks=ranks, implementation=implementation), CALIBRATIONS[0])
+    shape = LayerShape(256, 8, 7168, 2048)
+    for ranks, implementation, error in ((128, 0, 0.01), (256, 0, 0.02), (16, 1, 0.01), (64, 1, 0.30)):
+        plan = LayerPlan(Scenario(shape=shape, num_ranks=ranks, implementation=PLAIN[implementation]), CALIBRATIONS[0])
         assert fast_as_flows(plan) is (error > 0.01) and simulate_fast(plan).tested_error == error
 
 
