@@ -1,9 +1,9 @@
 """Fit a calibration to data files, part by part and then to whole layers.
 
 1. Means: `copy_peak`, `link_peak`, `signal_latency`, `memory_bandwidth`, `launch`, `stage_overhead`; measured before published.
-2. Closed forms: expert products alone, and the stages of the Baseline.
-3. Collectives alone: latency and throughput move the parameters of links, emulated switches and relays.
-4. Layers: `layer_time` points move what no part shows, the units of the fused kernel.
+2. Collectives alone: latency and throughput move the parameters of links, emulated switches and relays.
+3. Expert products alone, stages and layers of the Baseline: the units of a layer of one kernel per stage.
+4. Layers of one kernel: `layer_time` points move what no part shows, the units of the fused kernel.
 
 Steps 2 to 4 move parameters in their logarithm, by Levenberg and Marquardt's method on the logarithm of predicted over measured,
 with a weak pull to the values of the step before, so that what the points cannot tell stays where it was.
@@ -136,7 +136,7 @@ class Points:
     @staticmethod
     def of(rows: Sequence[Row]) -> Points:
         products = product_points(rows)
-        library = [p for p in products if p.implementation == LIBRARY]
+        library = [p for p in products if p.implementation == LIBRARY and p.placement == "native"]
         return Points(library, products, stage_points(rows), exchange_points(rows), layer_points(rows))
 
     @property
@@ -151,9 +151,8 @@ class Points:
 
     @property
     def unfused(self) -> list[Point]:
-        """What shows the cost of one kernel per stage; layers through relays depend on these as well."""
-        native = [p for p in self.layers if not p.scenario.fused and p.scenario.placement == "native"]
-        return [*self.library, *self.stages, *native]
+        """What shows the cost of one kernel per stage."""
+        return [*self.library, *self.stages, *(p for p in self.layers if not p.scenario.fused)]
 
     @property
     def fused(self) -> list[LayerPoint]:
@@ -167,12 +166,13 @@ class Points:
 def fit_all(rows: Sequence[Row], points: Points, start: Calibration, progress: Callable[[], None]) -> Calibration:
     """All steps."""
     calibration = fit_means(rows, start)
-    calibration = fit_points(points.unfused, calibration, UNFUSED, progress)
     calibration = fit_points(points.alone, calibration, LINKS, progress)
+    calibration = fit_points(points.unfused, calibration, UNFUSED, progress)
     if not points.fused:
         return calibration
-    # Our own kernels set no SM apart for communication.
-    return fit_points(points.fused, replace(calibration, communication_sms=0), FUSED, progress)
+    # Our own kernels set no SM apart for communication. Where no collective was measured alone, layers have to show the links.
+    names = FUSED if points.alone else (*FUSED, "port_gbps", "latency_us")
+    return fit_points(points.fused, replace(calibration, communication_sms=0), names, progress)
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,11 @@ def network_of(row: Row) -> NetworkSpec:
     """The network of a measured row: the switches of an INC form are PEs that store and forward.
 
     The relay of a plain form forwards each packet as it lands, and its device has a port for every rank's share, so that it is
-    modelled as a real switch, in one step. The Baseline's library leaves the rows of a rank's own experts where they are.
+    modelled as a real switch, in one step. Without relays the rows of a rank's own experts stay where they are.
     """
     implementation, placement = Implementation(row["implementation"]), row["placement"]
     inc = MODEL_OF[implementation].in_network
-    stays = implementation is Implementation.BASELINE and placement == "native"
+    stays = not inc and placement == "native"
     return NetworkSpec(
         switch=SwitchKind.EMULATED if inc and placement != "simulated" else SwitchKind.REAL,
         forwarding=Forwarding.STORE_AND_FORWARD,
