@@ -60,7 +60,7 @@ def error_of_flows(plan: LayerPlan) -> float:
     """As `tested_error`, of aggregated flows."""
     if plan.scenario.model.phased:
         return 0.30
-    return 0.20 if plan.scenario.num_leaves > 1 else 0.02
+    return 0.35 if plan.scenario.num_leaves > 1 else 0.02
 
 
 class Exchanges:

@@ -55,6 +55,7 @@ def sample(draw: random.Random, implementations, ranks) -> LayerPlan:
             implementation=draw.choice(implementations),
             tokens_per_rank=draw.choice((96, 300, 512)),
             microbatch_tokens=draw.choice((32, 64, 128, 512)),
+            edge_tokens=draw.choice((0, 0, 16)),
             depth=draw.choice((1, 2, 5)),
             ranks_per_phase=draw.randint(1, num_ranks),
             barrier_after_dispatch=draw.random() < 0.7,
