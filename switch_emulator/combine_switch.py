@@ -80,13 +80,14 @@ def return_sums(pe: OneSided, plan: CombinePlan, owners: Sequence[int]) -> None:
     plane = dims.world.plane_of(pe.pe)
     pe.quiet()
     for position, owner in enumerate(owners):
-        count = plan.num_tokens(owner)
+        runs = plan.runs_to_return(owner)
         flag = Flag("token_sums_arrived", (plan.slot, plane))
-        if not count:
+        if not runs:
             pe.signal(owner, flag, signal_word(plan.magic, False), magic=plan.magic)
             continue
-        sums = pe.memory["sums_out"][position, :count]
-        sums[...] = pe.memory["accumulators"][position, :count].astype(sums.dtype)
-        first = plan.token_range.start
-        segment = Segment(sums, "token_sums", (plan.slot, slice(first, first + count)))
-        pe.put_signal(owner, [segment], flag, signal_word(plan.magic, True), magic=plan.magic)
+        first, segments = plan.token_range.start, []
+        for run in runs:
+            sums = pe.memory["sums_out"][position, run]
+            sums[...] = pe.memory["accumulators"][position, run].astype(sums.dtype)
+            segments.append(Segment(sums, "token_sums", (plan.slot, slice(first + run.start, first + run.stop))))
+        pe.put_signal(owner, segments, flag, signal_word(plan.magic, True), magic=plan.magic)
