@@ -98,8 +98,8 @@ CHUNK_FLAGS = {"relay_arrived", "expert_chunk_arrived", "partial_chunk_arrived"}
 def count(events: Sequence[Event], world: World) -> Counters:
     """Counters of a whole run; divide by the number of microbatches for figures per microbatch.
 
-    What a PE tells itself crosses nothing and is left out. A pull counts as sent by the rank that is read. Combine packets into the switch are the pulls; the ready signals
-    that announce them are control.
+    What a PE tells itself crosses nothing and is left out. A pull counts as sent by the rank that is read. Combine packets
+    into the switch are the pulls; the ready signals that announce them are control.
     """
     num = world.num_ranks
     sent, received = [[0, 0, 0] for _ in range(num)], [[0, 0, 0] for _ in range(num)]

@@ -74,7 +74,8 @@ def pull_and_add(pe: OneSided, plan: CombinePlan, expert_rank: int, owners: Sequ
 def return_sums(pe: OneSided, plan: CombinePlan, owners: Sequence[int]) -> None:
     """Send each owner its finished rows in one packet, or a signal alone. Clears nothing: the caller zeroes first.
 
-    The quiet completes the puts of the previous sums, which still read `sums_out`.
+    The word has a payload where the owner has tokens, also if they all stay at home. The quiet completes the puts of the
+    previous sums, which still read `sums_out`.
     """
     dims = pe.layout.dims
     plane = dims.world.plane_of(pe.pe)
@@ -82,12 +83,13 @@ def return_sums(pe: OneSided, plan: CombinePlan, owners: Sequence[int]) -> None:
     for position, owner in enumerate(owners):
         runs = plan.runs_to_return(owner)
         flag = Flag("token_sums_arrived", (plan.slot, plane))
+        word = signal_word(plan.magic, plan.num_tokens(owner) > 0)
         if not runs:
-            pe.signal(owner, flag, signal_word(plan.magic, False), magic=plan.magic)
+            pe.signal(owner, flag, word, magic=plan.magic)
             continue
         first, segments = plan.token_range.start, []
         for run in runs:
             sums = pe.memory["sums_out"][position, run]
             sums[...] = pe.memory["accumulators"][position, run].astype(sums.dtype)
             segments.append(Segment(sums, "token_sums", (plan.slot, slice(first + run.start, first + run.stop))))
-        pe.put_signal(owner, segments, flag, signal_word(plan.magic, True), magic=plan.magic)
+        pe.put_signal(owner, segments, flag, word, magic=plan.magic)

@@ -47,8 +47,8 @@ def check_outputs(
     """Compare one call of all ranks with the reference. Raises AssertionError that begins with `where`.
 
     Each element by its own worst case: roundings of h, the expert's output, the partial sum, and `sum_roundings` of the sum over
-    ranks, two where the rank adds its own to what a switch returns; each u of the magnitude at most, and 1e-5 for float32. All rows together by the statistical bound of `bf16_bound`. Rows that chose
-    nothing are exactly zero.
+    ranks, two where the rank adds its own to what a switch returns; each u of the magnitude at most, and 1e-5 for float32. All
+    rows together by the statistical bound of `bf16_bound`. Rows that chose nothing are exactly zero.
     """
     wanted = np.concatenate([reference_of(layer, given) for given in call])
     scale = np.concatenate([magnitude_of(layer, given) for given in call])

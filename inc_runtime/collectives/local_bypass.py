@@ -1,19 +1,19 @@
 """Local bypass, rank side: rows of a rank's own experts stay on it. Switched on by `Pipeline.local_bypass`.
 
-Dispatch: the rank writes its own tokens that its own experts need straight into its `expert_rows`; the switch leaves them out of its
-multicast. Combine: no switch pulls their partial sums; the rank adds its own to the sum that comes back, in float32, last. So the
-order of a sum is: what the switch adds, in its order, rounded to a row, then the rank's own. The plain models add all ranks in rank
-order as ever, their own in place.
+Dispatch: the rank writes its own tokens that its own experts need straight into its `expert_rows`; the switch leaves
+them out of its multicast. Combine: no switch pulls their partial sums; the rank adds its own to the sum that comes
+back, in float32, last. So the order of a sum is: what the switch adds, in its order, rounded to a row, then the rank's
+own. The plain models add all ranks in rank order as ever, their own in place.
 
-Where: in-network collectives pack what comes through the switch from the first row of a plane on, W - 1 senders at most, so the last
-run of the plane (stride: the tokens of one plane) is free for the rank; phased and relayed models have a run for every sender. Token t
-stands at place t of its plane's run: no counting comes first, and a token without an own expert leaves a gap. Records stand for
-all own tokens.
+Where: in-network collectives pack what comes through the switch from the first row of a plane on, W - 1 senders at
+most, so the last run of the plane (stride: the tokens of one plane) is free for the rank; phased and relayed models
+have a run for every sender. Token t stands at place t of its plane's run: no counting comes first, and a token without
+an own expert leaves a gap. Records stand for all own tokens.
 
-Why the run may be written again at the next push into its slot: the sums of the slot's last microbatch are back, which the
-combine switch sends only once this rank too has published, hence after its experts have read the run; and the rank itself has added
-its own partial sums, which it does before that push. No word is skipped: an expert rank waits for the switch's word as before, and
-a rank publishes, requests and awaits its sums also where nothing of it crosses.
+Why the run may be written again at the next push into its slot: the sums of the slot's last microbatch are back, which
+the combine switch sends only once this rank too has published, hence after its experts have read the run; and the rank
+itself has added its own partial sums, which it does before that push. No word is skipped: an expert rank waits for the
+switch's word as before, and a rank publishes, requests and awaits its sums also where nothing of it crosses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def tokens_for_others(pe: OneSided, magic: int) -> np.ndarray:
     """Which own tokens some other rank needs: [n] bool. Only their rows go to the switch, and only their sums come back."""
     membership = membership_of_own_tokens(pe, magic)
     membership[:, pe.pe] = False
-    return membership.any(axis=1)
+    return np.asarray(membership.any(axis=1))
 
 
 def add_own_partial_sums(pe: OneSided, magic: int, num_tokens: int) -> np.ndarray:
@@ -63,6 +63,6 @@ def add_own_partial_sums(pe: OneSided, magic: int, num_tokens: int) -> np.ndarra
     slot = slot_of(magic, dims.depth)
     returned, needed = tokens_for_others(pe, magic), np.flatnonzero(membership_of_own_tokens(pe, magic)[:, pe.pe])
     sums = np.zeros((num_tokens, dims.hidden_size), np.float32)
-    sums[returned] = pe.memory["token_sums"][slot, :num_tokens][returned]
+    sums[returned] += pe.memory["token_sums"][slot, :num_tokens][returned].astype(np.float32)
     sums[needed] += pe.memory["expert_rows"][slot, places_of_own_tokens(dims, pe.pe, needed)].astype(np.float32)
     return sums.astype(dims.row_dtype)

@@ -4,8 +4,8 @@ Each chunk is one put_signal into a cell of the relay, which forwards it as it l
 relay, uses them in turn, and writes a cell again only once the credit of that cell says that the chunk in it has left. Each cell
 has a word of its own in both directions, so a relay may serve cells in any order. A message without rows is one
 chunk without payload, which the relay passes on as a signal alone. In a world without switches a message goes straight to its
-destination, whole: one put_signal, or a signal alone where it has no rows. With local bypass the dispatch message of a rank to itself
-is written where the relay would write it, and the rank raises its words itself.
+destination, whole: one put_signal, or a signal alone where it has no rows. With local bypass the dispatch message of a rank
+to itself is written where the relay would write it, and the rank raises its words itself.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def send_message(
     A dispatch message brings its header and its records: `routing[i]` belongs to row i of the message.
     """
     dims = pe.layout.dims
+    if dims.direct:
+        _send_whole(pe, destination, magic, header, source, rows, routing)
+        return
     if dims.local_bypass and destination == pe.pe:
         assert header is not None and routing is not None, "partial sums of own tokens are added in place"
         _keep_message(pe, plane, magic, header, source, rows, routing)
-        return
-    if dims.direct:
-        _send_whole(pe, destination, magic, header, source, rows, routing)
         return
     relay = dims.world.dispatch_switch(plane) if role is Role.DISPATCH_SWITCH else dims.world.combine_switch(plane)
     total = num_chunks(len(rows), dims.rows_per_chunk)

@@ -34,9 +34,9 @@ def run(model: Model, world: World, carried: Pipeline, call: list, **options) ->
     return outputs[0], simulation.events()
 
 
-def call_of(routing: str = "minus_one_anywhere", counts: str = "full", seed: int = 0, ranks: int = W, bound: int = MB * M) -> list:
+def call_of(routing: str = "minus_one_anywhere", counts: str = "full", seed: int = 0, bound: int = MB * M) -> list:
     rng = np.random.default_rng(seed)
-    return draw_call(rng, SHAPE, COUNTS[counts](rng, ranks, bound), routing, ranks)
+    return draw_call(rng, SHAPE, COUNTS[counts](rng, W, bound), routing, W)
 
 
 @pytest.mark.parametrize("routing", list(ROUTINGS))
