@@ -8,17 +8,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from inc_runtime.cli import simulated_programs
 from inc_runtime.collectives import inc_all_to_all, local_bypass
-from inc_runtime.config import CommunicationModel, Pipeline, SumOrder, check
+from inc_runtime.config import CommunicationModel, Implementation, LayerShape, Pipeline, SumOrder, check
 from inc_runtime.errors import ConfigurationError, IncError
 from inc_runtime.heap_layout import Dims
 from inc_runtime.op_trace import Event, count
 from inc_runtime.protocol import World
+from inc_runtime.simulator.calibration import load_calibration
+from inc_runtime.simulator.event_mode import simulate_layer
+from inc_runtime.simulator.plan import LayerPlan
+from inc_runtime.simulator.scenario import NetworkSpec, Scenario
+from inc_runtime.simulator.traffic import RoutingKind, RoutingSpec
 from megakernel import fused_layer, pipeline
 from tests.expected import check_outputs
 from tests.mutants import LAYER, SHAPE, Setting, caught
-from tests.routings import COUNTS, ROUTINGS, draw_call
-from tests.simulate import simulate
+from tests.routings import COUNTS, ROUTINGS, draw_call, layer_of
+from tests.simulate import given_experts, random_tokens, simulate
 
 Model = CommunicationModel
 MODELS = [model for model in Model if model.selective]
@@ -169,3 +175,34 @@ def test_a_rank_that_publishes_nothing_where_all_its_rows_stay_is_caught(monkeyp
 
     error = caught(replace(SETTINGS[2], routing="one_hot_rank"), monkeypatch, mutate)
     assert isinstance(error, IncError) and "COMBINE_PARTIAL_SUMS" in str(error)
+
+
+IMPLEMENTATION_OF = {
+    Model.ALL_TO_ALL: Implementation.MEGAKERNEL,
+    Model.ALL_TO_ALL_PHASED: Implementation.MEGAKERNEL_PHASED,
+    Model.INC_ALL_TO_ALL: Implementation.MEGAKERNEL_INC,
+    Model.INC_ALL_TO_ALL_PHASED: Implementation.MEGAKERNEL_INC_PHASED,
+}
+
+
+@pytest.mark.parametrize("kind", [RoutingKind.UNIFORM, RoutingKind.HOT_RANK], **by_name)
+@pytest.mark.parametrize("model", MODELS, **by_name)
+def test_the_rows_that_the_simulator_keeps_at_home_are_those_of_the_executed_programs(model: Model, kind: RoutingKind) -> None:
+    """Event mode takes them off by formula; here the role programs move what they move, on the same routing."""
+    shape = LayerShape(12, 3, 8, 8)
+    scenario = Scenario(
+        shape=shape, num_ranks=W, implementation=IMPLEMENTATION_OF[model], tokens_per_rank=40, microbatch_tokens=16, depth=2,
+        network=NetworkSpec(local_bypass=True), routing=RoutingSpec(kind),
+    )  # fmt: skip
+    plan = LayerPlan(scenario, load_calibration())
+    wanted = simulate_layer(plan, simulated_programs()).counters
+    ids = np.concatenate([plan.experts_of(number) for number in range(plan.num_microbatches)], axis=1)
+    rng = np.random.default_rng(0)
+    call = [given_experts(shape, random_tokens(rng, 40, 8), ids[rank], np.ones(ids[rank].shape)) for rank in range(W)]
+    _, simulation = simulate(layer_of(shape), model, replace(scenario.pipeline, local_bypass=True), World(W), [call])
+    seen = count(simulation.events(), World(W))
+    assert wanted is not None
+    for name in ("rows_sent", "rows_received", "row_bytes_sent", "row_bytes_received"):
+        assert getattr(seen, name) == getattr(wanted, name), name
+    for name in ("dispatch_rows_sent", "combine_rows_received"):
+        assert getattr(seen, name) == getattr(wanted, name), name
