@@ -158,6 +158,7 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, tokens: str, iteratio
     group.add_argument("--group", type=_count, default=1, help="G, ranks per phase of the phased forms (default 1)")
     group.add_argument("--no-barrier", action="store_true", help="no INC barrier after a phased dispatch")
     group.add_argument("--rank-order", action="store_true", help="switches add in rank order: sums do not depend on timing")
+    group.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
     group.add_argument("--iterations", type=_count, default=iterations, help=f"timed calls (default {iterations})")
     group.add_argument("--delay-us", type=_delay, default=0.0, help="random delays before each verb, to provoke races")
     group.add_argument("--output", type=Path, help="folder of results (default out/COMMAND)")
@@ -300,6 +301,7 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
         not options.no_barrier,
         SumOrder.RANK if options.rank_order else SumOrder.ARRIVAL,
         edge_tokens=options.edge,
+        local_bypass=options.local_bypass,
     )
     if options.checkpoint:
         from megakernel.checkpoint import CheckpointReader, read_layer_shape
@@ -313,7 +315,8 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
     world = World(options.ranks, options.dispatch_switches, options.combine_switches)
     check_world(world)
     check(shape, pipeline, world.num_ranks)
-    cases = ALL_CASES if options.implementation is None else (case_of(options.implementation, options.collective),)
+    everything = [case for case in ALL_CASES if case.model.selective or not options.local_bypass]
+    cases = everything if options.implementation is None else [case_of(options.implementation, options.collective)]
     named = tuple((case.name, case.model, case.needs_heap) for case in cases)
     return JobPlan(shape, pipeline, world, counts, named, options.output, options.delay_us)
 

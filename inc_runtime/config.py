@@ -120,7 +120,8 @@ class Pipeline:
     """How the layer is cut and carried: equal on all PEs of a job.
 
     `bound_tokens` is the largest number of tokens that any rank may bring to one call: M follows from it, so that
-    every rank runs the same number of microbatches, however few tokens it has.
+    every rank runs the same number of microbatches, however few tokens it has. `local_bypass`: rows of a rank's own
+    experts stay on it, also on the way back; they never cross a switch or a relay.
 
     With `edge_tokens` the first and the last microbatch have so many tokens, and sizes double from either end until they reach
     m_b: the experts begin sooner, and less is left to combine behind them. Without it all but the last have m_b.
@@ -133,6 +134,7 @@ class Pipeline:
     barrier_after_dispatch: bool = True
     sum_order: SumOrder = SumOrder.ARRIVAL
     row_format: RowFormat = RowFormat.BFLOAT16
+    local_bypass: bool = False
     edge_tokens: int | None = None
 
     @property
@@ -214,4 +216,11 @@ def check(shape: LayerShape, pipeline: Pipeline, num_ranks: int) -> None:
         pipeline.ranks_per_phase,
         f"between 1 and num_ranks = {num_ranks}",
         "Choose G within the world.",
+    )
+    _require(
+        not pipeline.local_bypass or num_ranks > 1,
+        "local_bypass",
+        pipeline.local_bypass,
+        "False with one rank, whose rows are all its own",
+        "Leave it off, or start more ranks.",
     )

@@ -65,6 +65,7 @@ def check_heap(heap: DeviceHeap, shape: LayerShape, pipeline: Pipeline) -> None:
         "depth": pipeline.depth,
         "microbatch_tokens": pipeline.microbatch_tokens,
         "hidden_size": shape.hidden_size,
+        "local_bypass": pipeline.local_bypass,
         "ranks_per_phase": pipeline.ranks_per_phase if dims.model.phased else dims.ranks_per_phase,
     }
     for name, value in wanted.items():

@@ -139,6 +139,7 @@ struct Dims {
     int64_t top_k;
     int64_t ranks_per_phase;
     int64_t row_element_bytes = 2;
+    bool local_bypass = false;
 
     INC_HOST_DEVICE constexpr int64_t num_ranks() const { return world.num_ranks; }
     INC_HOST_DEVICE constexpr int64_t whole_message_slots() const { return (num_relays() == 0) ? depth : 0; }
