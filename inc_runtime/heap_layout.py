@@ -104,11 +104,11 @@ class Dims:
     def combine_planes(self) -> int:
         return max(1, self.world.num_combine_switches)
 
-    @cached_property
+    @property
     def dispatch_plane_tokens(self) -> int:
         return -(-self.microbatch_tokens // self.dispatch_planes)
 
-    @cached_property
+    @property
     def combine_plane_tokens(self) -> int:
         return -(-self.microbatch_tokens // self.combine_planes)
 
