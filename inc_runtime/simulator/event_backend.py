@@ -57,6 +57,7 @@ class EventSimulation(Simulation):
         self.plan, self.loads = plan, loads
         self.parked: list[_Parked] = []
         self.network = Network(plan, self.at, lambda: self.now, loads)
+        self.signal_us = plan.leg_us + (plan.uplink_us if self.network.two_level else 0.0)
         self.unit_free: dict[tuple[str, int], float] = {}
         self.unit_busy: dict[tuple[str, int], float] = {}
         self.detailed = traced
@@ -152,6 +153,7 @@ class TimedPe(SimulatedPe):
             for name, region in regions.items()
             if region.kind is Kind.ROWS
         }
+        self.is_switch = self.role is not Role.COMPUTE_RANK
         self.bypass = self.plan.scenario.network.local_bypass
 
     def _regions(self) -> dict[str, Any]:
@@ -236,15 +238,14 @@ class TimedPe(SimulatedPe):
             target.receive(brought)
             target.raise_flag(self.pe, flag, word)
 
-        switches = self.role is not Role.COMPUTE_RANK, target.role is not Role.COMPUTE_RANK
-        if switches == (True, True) and plan.real:
+        from_switch, to_switch = self.is_switch, target.is_switch
+        if from_switch and to_switch and plan.real:
             sim.at(start, land)
         elif event.rows == 0 and event.wire_bytes < CONTROL_BYTES and flag.region not in CHUNK_FLAGS:
-            extra = plan.uplink_us if net.two_level else 0.0
-            sim.at(start + plan.leg_us + extra, land)
-        elif switches == (False, True):
+            sim.at(start + sim.signal_us, land)
+        elif not from_switch:
             net.push(self.pe, peer, event.wire_bytes, magic, land, flag.region == "relay_arrived")
-        elif switches == (True, False):
+        elif not to_switch:
             tail, sender = self._input_tail(flag, magic)
             tokens = flag.region == "expert_rows_arrived"
             left = net.deliver(self.pe, peer, event.wire_bytes, tail, land, magic=magic, tokens=tokens, sender=sender)
