@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import cached_property
 
 from inc_runtime.errors import ConfigurationError
 
@@ -43,16 +42,16 @@ class CommunicationModel(enum.Enum):
     INC_ALL_TO_ALL = "inc_all_to_all"
     INC_ALL_TO_ALL_PHASED = "inc_all_to_all_phased"
 
-    @cached_property
+    @property
     def in_network(self) -> bool:
         """True where the switch multicasts and sums; False where a relay only forwards."""
         return self.value.startswith("inc_")
 
-    @cached_property
+    @property
     def phased(self) -> bool:
         return self.value.endswith("_phased")
 
-    @cached_property
+    @property
     def selective(self) -> bool:
         """True where a token goes only to the ranks of its experts; False where it goes to every rank."""
         return "all_to_all" in self.value

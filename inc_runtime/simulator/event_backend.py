@@ -259,7 +259,7 @@ class TimedPe(SimulatedPe):
         if flag.region in ("expert_chunk_arrived", "partial_chunk_arrived"):
             return net.chunk_tails[self.pe, flag.index[2]].popleft(), flag.index[2]
         if flag.region == "expert_rows_arrived":
-            sender = flag.index[2] if self.layout.dims.model.phased else -1
+            sender = flag.index[2] if net.phased else -1
             return net.tails[self.pe, magic, sender], sender
         return self.sums_tail, -1
 

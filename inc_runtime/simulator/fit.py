@@ -31,7 +31,7 @@ from inc_runtime.simulator.measured import (
     predictions,
     read_rows,
 )
-from inc_runtime.simulator.parts import LIBRARY, ProductPoint, StagePoint, product_points, stage_points
+from inc_runtime.simulator.parts import LIBRARY, OWN_KERNEL, ProductPoint, StagePoint, product_points, stage_points
 
 UNFUSED = ("matrix_tflops", "expert_us", "sustained_rate", "launch_us", "vector_efficiency", "route_ns", "exchange_us")
 LINKS = ("port_gbps", "latency_us", "switch_overhead_us", "relay_efficiency", "relay_us")
@@ -170,9 +170,18 @@ def fit_all(rows: Sequence[Row], points: Points, start: Calibration, progress: C
     calibration = fit_points(points.unfused, calibration, UNFUSED, progress)
     if not points.fused:
         return calibration
+    calibration = replace(calibration, matrix_overhead_us=_overhead_of_products(points.products, calibration))
     # Our own kernels set no SM apart for communication. Where no collective was measured alone, layers have to show the links.
     names = FUSED if points.alone else (*FUSED, "port_gbps", "latency_us")
     return fit_points(points.fused, replace(calibration, communication_sms=0), names, progress)
+
+
+def _overhead_of_products(products: Sequence[ProductPoint], calibration: Calibration) -> float:
+    """o of our own kernel for the products, alone on a device and without its launch: where a fit to whole layers begins."""
+    own = [p for p in products if p.implementation == OWN_KERNEL and p.num_sms == calibration.total_sms]
+    free = replace(calibration, launch_us=0.0, expert_us=0.0)
+    found = [p.measured - p.predict(free) - calibration.launch_us for p in own]
+    return max(float(np.mean(found)), calibration.matrix_overhead_us) if found else calibration.matrix_overhead_us
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Network:
     ) -> None:
         scenario = plan.scenario
         self.plan, self.at, self.now, self.loads = plan, at, now, loads
-        self.num_ranks = scenario.num_ranks
+        self.num_ranks, self.in_network, self.phased = scenario.num_ranks, scenario.model.in_network, scenario.model.phased
         self.leaf_size, self.two_level = scenario.ranks_per_leaf, scenario.num_leaves > 1
         self.free: dict[tuple[str, int], float] = defaultdict(float)
         self.busy: dict[tuple[str, int], float] = defaultdict(float)
@@ -128,11 +128,11 @@ class Network:
         if not self.two_level:
             return self._down(rank, num_bytes, input_tail, landed)
         leaf = rank // self.leaf_size
-        if sender >= 0 and not plan.scenario.model.in_network:
+        if sender >= 0 and not self.in_network:
             if sender // self.leaf_size == leaf:
                 return self._down(rank, num_bytes, input_tail, landed)
             return self._between_leaves(sender // self.leaf_size, rank, num_bytes, input_tail, landed)
-        part = (sender if tokens else rank) if plan.scenario.model.phased else -1
+        part = (sender if tokens else rank) if self.phased else -1
         head, tail = self._down_to_leaf(leaf, magic, tokens, input_tail, part)
         self._down_at(head, rank, num_bytes, tail, landed)
         return tail

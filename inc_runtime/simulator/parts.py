@@ -18,7 +18,8 @@ from inc_runtime.simulator.scenario import Scenario
 from inc_runtime.simulator.unit_costs import MATRIX_STAGES, UnitCosts
 
 LIBRARY = "grouped_mm"
-OWN_KERNELS = ("expert_matmul", "expert_matmul_gather", "expert_matmul_32_sms")
+OWN_KERNEL = "expert_matmul"
+OWN_KERNELS = (OWN_KERNEL, f"{OWN_KERNEL}_gather", f"{OWN_KERNEL}_32_sms")
 PRODUCTS = (LIBRARY, *OWN_KERNELS)
 EXCHANGES = ("dispatch", "combine")
 

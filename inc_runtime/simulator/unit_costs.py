@@ -1,7 +1,8 @@
 """What the stages cost on the units of one rank, in us, from the shape of the layer and the calibration.
 
-A vector stage moves bytes through global memory: o + bytes / bandwidth. The matrix stages multiply whole tiles, or read the
-weights of the experts that have rows, whichever takes longer: o + max(FLOPs / rate, bytes / bandwidth).
+A vector stage moves bytes through global memory: o + bytes / bandwidth. The matrix stages multiply whole tiles and read the
+weights of the experts that have rows: o + the longer of FLOPs / rate and bytes / bandwidth, and more where both are near, as
+neither hides the other wholly: (a^4 + b^4)^(1/4).
 One kernel for the layer: the rows travel straight from the tokens, and are gathered while the first MatMul loads them, so that
 routing and grouping move only records; SwiGLU runs in the epilogue of that MatMul; vector stages run beside the products, and
 slow them. One kernel per stage: every stage stores its tensor, and every kernel is launched.
@@ -24,6 +25,7 @@ MATRIX_STAGES = {"matmul_gate_up": 2, "matmul_down": 1}
 """The MatMuls, and how many matrices [H, I] of an expert each multiplies by."""
 BURST_US = 2000.0
 """Products that run for longer run at the rate that the power of the device sustains."""
+ROOFLINE = 4
 Rows = Any
 
 
@@ -90,7 +92,7 @@ class UnitCosts:
             flops_us = flops_us * (1 + (1 / c.sustained_rate - 1) * np.maximum(0, 1 - BURST_US / np.maximum(both, 1e-9)))
         bytes_us = ELEMENT_BYTES * weights * active / (c.memory_tbps * 1e6)
         overhead = c.matrix_overhead_us / 2 if self.fused else c.launch_us + c.expert_us * active
-        return overhead + np.maximum(flops_us, bytes_us)
+        return overhead + (flops_us**ROOFLINE + bytes_us**ROOFLINE) ** (1 / ROOFLINE)
 
     def beside(self, loads: MicrobatchLoads | UnitLoads) -> Rows:
         """Time of the vector stages of a microbatch: [..., W]. They run beside the products of a fused kernel."""
