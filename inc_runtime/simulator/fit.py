@@ -211,7 +211,7 @@ def calibrate(
 
     `held_out`: also leave out every implementation, and every placement, in turn, and predict its layers from a fit to the rest.
     """
-    everything = read_rows(paths)
+    everything = [row for row in read_rows(paths) if row["placement"] in MODELLED_PLACEMENTS]
     rows = rows_without(everything, implementation=unseen_implementation, placement=unseen_placement)
     points, every = Points.of(rows), Points.of(everything)
     calibration = fit_all(rows, points, start, progress)
@@ -224,7 +224,7 @@ def calibrate(
                 what = f"{'fitted' if seen else 'unseen'}_{kind.plural}"
                 errors |= {f"{what}_points": len(own), f"{what}_rms_error": float(np.sqrt(np.mean(np.square(own))))}
                 errors[f"{what}_max_error"] = float(np.abs(own).max())
-    names, sources = tuple(path.name for path in paths), sorted({row["source"] for row in rows})
+    names, sources = tuple(sorted({row["file"] for row in rows})), sorted({row["source"] for row in rows})
     calibration = replace(calibration, name=name, source="+".join(sources), fit=errors, data_files=names)
     return Fit(calibration, lines, hold_out(everything, start, progress) if held_out else [])
 
@@ -248,9 +248,12 @@ def hold_out(rows: Sequence[Row], start: Calibration, progress: Callable[[], Non
     ):
         for value in sorted(set(values)) if len(set(values)) > 1 else ():
             rest = rows_without(rows, **{kind: value})
-            calibration = fit_all(rest, Points.of(rest), start, progress)
+            left = Points.of(rest)
+            calibration = fit_all(rest, left, start, progress)
             unseen = [p for p, own in zip(layers, values, strict=True) if own == value]
             errors = np.array([p.predict(calibration) / p.measured - 1 for p in unseen])
             rms, largest = float(np.sqrt(np.mean(errors**2))), float(np.abs(errors).max())
-            found.append(HeldOut(f"{kind} {value}", len(unseen), rms, largest))
+            guessed = any(p.scenario.fused for p in unseen) and not left.fused
+            note = "no other layer of one kernel was measured: its units are those of the parts alone" if guessed else ""
+            found.append(HeldOut(f"{kind} {value}", len(unseen), rms, largest, note))
     return found

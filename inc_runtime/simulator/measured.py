@@ -199,28 +199,45 @@ def predictions(points: Sequence[Point], calibration: Calibration, fitted: Seque
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How well a fit without one implementation, or one placement, predicts it. Errors are relative."""
+    """How well a fit without one implementation, or one placement, predicts its layers. Errors are relative.
+
+    `note`: what is left out with it that nothing else shows.
+    """
 
     what: str
     num_points: int
     rms_error: float
     max_error: float
+    note: str = ""
 
 
 def prediction_table(lines: Sequence[Prediction], calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
-    """Predicted against measured as a Markdown table, with its sources."""
-    out = [f"Predicted (source: simulated, calibration: {calibration.name}) against measured. Fitted by `make calibrate` to:"]
+    """Predicted against measured as Markdown: the layers, what fits that have not seen them make of them, and the parts."""
+    out = ["# Predicted against measured", "", f"Predicted: source: simulated, calibration: {calibration.name}; fitted to:", ""]
     out += [f"- {name}" for name in calibration.data_files]
+    layers = [line for line in lines if isinstance(line.point, LayerPoint)]
+    if layers:
+        out += ["", "## Layers", "", *_lines(layers)]
+    else:
+        out += ["", "No layer time has been measured yet: nothing here says how well a layer is predicted."]
+    if held_out:
+        out += ["", "## Layers that a fit has not seen", ""]
+        out += ["Each from a fit of its own, without any row of that implementation or placement, its parts included.", ""]
+        out += ["| held out | points | rms error | largest error | |", "|---|---|---|---|---|"]
+        rates = [(h, f"{100 * h.rms_error:.1f} % | {100 * h.max_error:.1f} %") for h in held_out]
+        out += [f"| {h.what} | {h.num_points} | {rate} | {h.note} |" for h, rate in rates]
+    parts = [line for line in lines if not isinstance(line.point, LayerPoint)]
+    if parts:
+        out += ["", "## Parts: products, stages of the Baseline, collectives alone", "", *_lines(parts)]
+    return "\n".join(out) + "\n"
+
+
+def _lines(lines: Sequence[Prediction]) -> list[str]:
+    """A table of predictions. `seen`: by the fit."""
     columns = ("what", "placement", "implementation", "W", "N or rows", "m_b", "metric", "measured", "predicted", "error", "seen")
-    out += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    out = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for line in lines:
         label = " | ".join(str(part) for part in line.point.label)
         values = f"{line.point.measured:.4g} {line.point.unit} | {line.predicted:.4g} | {100 * line.error:+.1f} %"
         out.append(f"| {label} | {values} | {'yes' if line.fitted else 'no'} |")
-    if held_out:
-        out += ["", "Layer times of what a fit has not seen, each from a fit of its own to the others:", ""]
-        out += ["| held out | points | rms error | largest error |", "|---|---|---|---|"]
-        out += [f"| {h.what} | {h.num_points} | {100 * h.rms_error:.1f} % | {100 * h.max_error:.1f} % |" for h in held_out]
-    elif not any(isinstance(line.point, LayerPoint) for line in lines):
-        out += ["", "No layer time has been measured yet: nothing here says how well a layer is predicted."]
-    return "\n".join(out) + "\n"
+    return out

@@ -116,16 +116,16 @@ def product_points(rows: Iterable[Row]) -> list[ProductPoint]:
     for row in rows:
         if row["implementation"] not in PRODUCTS or row["placement"] not in MODELLED_PLACEMENTS:
             continue
-        shape, value, ranks = shape_of_row(row), float(row["value"]), int(row["num_ranks"])
-        where, both = (row["implementation"], row["placement"], ranks), tuple(MATRIX_STAGES)
+        shape, ranks, stages, even, num_sms = shape_of_row(row), int(row["num_ranks"]), tuple(MATRIX_STAGES), True, 0
+        num_rows, num_experts = number_of(row, "num_rows", number_of(row, "rows", 0)), shape.num_experts
         if row["metric"] == "stage_time" and row["measurement"] == "machine":
-            kind = int(row["rows"]), shape.num_experts, shape, 0, (row["stage"],), True
+            stages = (row["stage"],)
         elif row["metric"] == "stage_time" and row.get("distribution") == "uniform":
-            kind = int(row["num_rows"]), shape.num_experts, shape, int(row["num_sms"]), both, True
+            num_sms = int(row["num_sms"])
         elif row["metric"] == "layer_time" and (row.get("routing") or "uniform") == "uniform":
-            local = -(-shape.num_experts // ranks)
-            kind = number_of(row, "num_tokens", 0) * shape.top_k, local, shape, 0, both, False
+            num_rows, num_experts, even = number_of(row, "num_tokens", 0) * shape.top_k, -(-shape.num_experts // ranks), False
         else:
             continue
-        points.append(ProductPoint(*where, *kind, value))
+        where, value = (row["implementation"], row["placement"], ranks), float(row["value"])
+        points.append(ProductPoint(*where, num_rows, num_experts, shape, num_sms, stages, even, value))
     return points
