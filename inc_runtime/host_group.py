@@ -77,6 +77,8 @@ class StoreGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """See `HostGroup`. Raises PeerMissing that names who did not come."""
+        from torch.distributed import DistStoreError
+
         self._rounds += 1
         # All have read the round before the last: they have come to the last one since.
         self._store.delete_key(f"{self._rounds - 2}/{self.pe}")
@@ -86,10 +88,10 @@ class StoreGroup:
             try:
                 values.append(pickle.loads(base64.b85decode(self._store.get(f"{self._rounds}/{pe}"))))
             except RuntimeError as error:
-                raise PeerMissing(
-                    f"{self.names[self.pe]} waited {self.limit_s:.0f} s for {name}, which did not come. "
-                    "Look at what it printed last. INC_START_LIMIT_S sets the limit."
-                ) from error
+                late = isinstance(error, DistStoreError)
+                who = f"waited {self.limit_s:.0f} s for {name}, which did not come" if late else f"has lost {self.names[0]}"
+                remedy = "Look at what it printed last. INC_START_LIMIT_S sets the limit."
+                raise PeerMissing(f"{self.names[self.pe]} {who}. {remedy}") from error
         return values
 
     def barrier(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import importlib
 import itertools
 import json
 import os
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inc_runtime.host_group import free_port
+from inc_runtime.host_group import StoreGroup, free_port
 from inc_runtime.mps import private_daemon
 
 WORKER = "megakernel.vllm_worker.IncWorker"
@@ -92,10 +93,14 @@ class Rank:
         from vllm import LLM
 
         self.options = options
+        names = [f"rank {rank}" for rank in range(options.ranks)]
+        self.group = StoreGroup(int(os.environ["MEASURE_PORT"]), options.rank, names, options.limit)
         ours = options.implementation != "off"
         more = {"worker_cls": WORKER} if ours else {}
         if not options.on_cpu:
-            more |= {"kv_cache_memory_bytes": options.kv_gib << 30}
+            sizes = [1 << power for power in range(options.prompts.bit_length())]
+            more |= {"kv_cache_memory_bytes": options.kv_gib << 30, "distributed_executor_backend": "uni"}
+            more |= {"compilation_config": {"cudagraph_capture_sizes": sizes}}
         self.llm = LLM(
             str(options.output / "model"),
             load_format="dummy",
@@ -114,12 +119,7 @@ class Rank:
 
     def together(self, value: object) -> list:
         """`value` of every rank."""
-        import torch
-        from vllm.distributed import get_dp_group
-
-        values: list = [None] * self.options.ranks
-        torch.distributed.all_gather_object(values, value, group=get_dp_group().cpu_group)
-        return values
+        return self.group.gather(value)
 
     def prompts(self, count: int, length: int, seed: int) -> list[dict]:
         """Token ids, others on each rank."""
@@ -213,6 +213,11 @@ def _logprobs(answer) -> list[float]:
 
 def be_rank(options: argparse.Namespace) -> None:
     """One rank, from start to end."""
+    if options.gate:
+        importlib.import_module("vllm.v1.engine.core")
+        say("waits at the gate")
+        while not options.gate.exists():
+            time.sleep(0.1)
     faulthandler.dump_traceback_later(options.limit, exit=True)
     rank, found = Rank(options), {}
     np.savez(options.output / f"answers-{options.rank}.npz", **rank.answers())
@@ -228,13 +233,13 @@ def be_rank(options: argparse.Namespace) -> None:
         found["prefill_kernels"] = rank.kernels(rank.prompts(step, options.length, seed=4), 1)
         found["decode_kernels"] = rank.kernels(rank.prompts(options.prompts, 32, seed=5), 9)
     (options.output / f"times-{options.rank}.json").write_text(json.dumps(found))
-    rank.together(None)
+    rank.group.close()
     if options.implementation != "off":
         from megakernel.vllm_method import runtime
 
         own = runtime()
-        assert own is not None
-        own.close()
+        if own is not None:
+            own.close()
     say("done")
 
 
@@ -269,7 +274,7 @@ def start(options: argparse.Namespace, base: dict[str, str]) -> int:
     (options.output / "model").mkdir(parents=True, exist_ok=True)
     (options.output / "model" / "config.json").write_text(json.dumps(CONFIG | json.loads(options.config)))
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "INC_VLLM": options.implementation}
-    ours |= {"INC_JOB_ID": f"measure-{os.getpid()}"}
+    ours |= {"INC_JOB_ID": f"measure-{os.getpid()}", "MEASURE_PORT": str(free_port())}
     spread = {"VLLM_DP_SIZE": str(options.ranks), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
     parts = []
     for role in ("dispatch", "combine") if needs_switches(options) else ():
@@ -282,7 +287,7 @@ def start(options: argparse.Namespace, base: dict[str, str]) -> int:
         command = [sys.executable, "-m", "results.measure_vllm", *sys.argv[1:], "--rank", str(rank)]
         with open(options.output / f"rank-{rank}.log", "w", encoding="utf-8") as log:
             ranks.append(subprocess.Popen(command, env=base | ours | own, stdout=log, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + options.limit + 10
+    deadline = time.monotonic() + options.limit
     try:
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
             if time.monotonic() > deadline:
@@ -309,6 +314,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--against", type=Path, help="a folder of another run to compare with")
+    parser.add_argument("--gate", type=Path, help="import vLLM, then wait until this file is there: for runs one after another")
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
