@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inc_runtime.host_group import StoreGroup, free_port
+from inc_runtime.host_group import StoreGroup
 from inc_runtime.mps import private_daemon
 
 WORKER = "megakernel.vllm_worker.IncWorker"
@@ -274,8 +274,9 @@ def start(options: argparse.Namespace, base: dict[str, str]) -> int:
     (options.output / "model").mkdir(parents=True, exist_ok=True)
     (options.output / "model" / "config.json").write_text(json.dumps(CONFIG | json.loads(options.config)))
     ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "INC_VLLM": options.implementation}
-    ours |= {"INC_JOB_ID": f"measure-{os.getpid()}", "MEASURE_PORT": str(free_port())}
-    spread = {"VLLM_DP_SIZE": str(options.ranks), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
+    port = 20_000 + 8 * (os.getpid() % 1000)  # below those that the kernel gives away while this run waits at a gate
+    ours |= {"INC_JOB_ID": f"measure-{os.getpid()}", "MEASURE_PORT": str(port + 7)}
+    spread = {"VLLM_DP_SIZE": str(options.ranks), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
     parts = []
     for role in ("dispatch", "combine") if needs_switches(options) else ():
         command = [sys.executable, "-m", "inc_runtime", "switch", "--role", role, "--ranks", str(options.ranks)]
