@@ -47,6 +47,11 @@ class Placement:
     gpu: int | None = None
 
 
+def device_of(placement: Placement) -> torch.device:
+    """Where the tensors of this rank are."""
+    return torch.device("cpu") if placement.gpu is None else torch.device("cuda", placement.gpu)
+
+
 def row_format_of(dtype: torch.dtype) -> RowFormat:
     """The row format of a model in `dtype`. Raises ConfigurationError for one that rows cannot have."""
     for row_format, known in TORCH_DTYPES.items():
@@ -182,7 +187,7 @@ class RankRuntime:
                 f"rank {self.placement.rank} runs on GPU {gpu}, but its place is GPU {heap.job.seat.gpu}. Let all ranks see "
                 "all GPUs, in one order: unset CUDA_VISIBLE_DEVICES, or set it to the same list for all of them."
             )
-        self.token_count = torch.zeros(1, dtype=torch.int32, device=f"cuda:{gpu}")
+        self.token_count = torch.zeros(1, dtype=torch.int32, device=device_of(self.placement))
         return heap
 
     def load(self, number: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
