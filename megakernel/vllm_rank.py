@@ -31,6 +31,7 @@ from inc_runtime.server_job import join_server_heap
 from megakernel.checkpoint import ExpertWeights
 from megakernel.implementations import MODELS_OF
 from megakernel.moe_layer import TORCH_DTYPES, MoELayer
+from megakernel.vllm_events import LayerEvents
 from megakernel.vllm_metrics import StepMetrics
 
 HOST_CUT, GPU_CUT = (256, 3), (1024, 4)
@@ -123,6 +124,7 @@ class RankRuntime:
         self.called: set[int] = set()
         self.metrics = StepMetrics(placement.rank, World(placement.num_ranks), self.environment)
         self.token_count: torch.Tensor | None = None  # int32 [1] on the GPU: tokens of this step, without padding
+        self._tokens, self._events = 0, LayerEvents()
         self._heap: HostPe | DeviceHeap | None = None
         self._claim: Claim | None = None
 
@@ -206,6 +208,8 @@ class RankRuntime:
         if self.token_count is not None:
             for layer in self.layers.values():
                 layer.raise_on_error()
+            self.metrics.finished_on_gpu(self._events.finished(), self._tokens)
+            self._tokens = num_tokens
             self.token_count.fill_(num_tokens)
 
     def run(
@@ -220,7 +224,8 @@ class RankRuntime:
         output = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
         if self.token_count is not None:
             rows, logits = hidden_states.contiguous(), router_logits.contiguous()
-            return layer(rows, logits, out=output, bound_tokens=bound, token_count=self.token_count)
+            with self._events.around(number) if self.environment.vllm_log_s else nullcontext():
+                return layer(rows, logits, out=output, bound_tokens=bound, token_count=self.token_count)
         with self.metrics.layer(number, layer.trace, num_real):
             layer(hidden_states[:num_real].contiguous(), router_logits[:num_real], out=output[:num_real], bound_tokens=bound)
         return output

@@ -31,6 +31,9 @@ def main(model: str, prompts: str, output: str, more: str = "{}") -> None:
         temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1, prompt_logprobs=prompt_logprobs
     )
     results = engine.generate(own, sampling, use_tqdm=False)
+    if not arguments.get("disable_log_stats", True):
+        preempted = sum(each.value for each in engine.get_metrics() if each.name == "vllm:num_preemptions")
+        print(f"preempted requests: {preempted}")
     answers = [
         {
             "tokens": chosen,

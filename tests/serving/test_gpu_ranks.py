@@ -39,6 +39,25 @@ class Heap:
         self.layout = SimpleNamespace(heap_bytes=1)
 
 
+class Event:
+    """Stands for a CUDA event: each is 2 ms after the one before."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at_ms = 0.0
+
+    def record(self) -> None:
+        Event.now_ms += 2.0
+        self.at_ms = Event.now_ms
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at_ms - self.at_ms
+
+
 class Layer:
     """Stands for a MoELayer on a GPU: adds 1 to the rows that count."""
 
@@ -64,6 +83,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tensors on the CPU, a job of its own."""
     monkeypatch.setattr(vllm_rank, "device_of", lambda placement: torch.device("cpu"))
     monkeypatch.setattr(vllm_rank, "MoELayer", Layer)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setenv("INC_JOB_ID", f"gpu-ranks-{os.getpid()}")
     monkeypatch.setenv("INC_SHARED_MEMORY_FOLDER", str(tmp_path))
     monkeypatch.setenv("INC_START_LIMIT_S", "20")
@@ -130,6 +151,20 @@ def test_a_step_hands_over_all_rows_and_the_count_lies_where_the_kernel_reads_it
     assert rank.layers[0].calls == [(8, 5, 64), (8, 0, 64), (8, 8, 64)]
     assert rank.token_count.data_ptr() == address, "a captured graph reads this address"
     leave(runtimes, monkeypatch)
+
+
+def test_launches_are_timed_by_events_and_captured_ones_are_not(monkeypatch) -> None:
+    [rank], _ = joined(monkeypatch, Implementation.MEGAKERNEL, ranks=1)
+    rank.load(0, torch.zeros(8, 16, 16), torch.zeros(8, 16, 8))
+    rows, logits = torch.ones(8, 16), torch.zeros(8, 8)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        rank.begin_step(5)
+        rank.run(0, rows, logits, 5, 8)
+    rank.begin_step(0)
+    totals = rank.metrics.totals[0]
+    assert (totals.calls, totals.time_us, totals.tokens) == (1, 2000.0, 5)
+    leave([rank], monkeypatch)
 
 
 def test_what_a_kernel_has_reported_ends_the_next_step(monkeypatch) -> None:
