@@ -60,8 +60,11 @@ def say(text: str) -> None:
     print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
 
 
-def draw_weights() -> None:
-    """Let vLLM's loader of dummy weights draw such that the experts matter. Call it before the engine is made."""
+def draw_weights(shares: int) -> None:
+    """Let vLLM's loader of dummy weights draw such that the experts matter. Call it before the engine is made.
+
+    Values are bfloat16 in any dtype of the model. `shares`: of the experts on one rank, drawn apart: as many ranks would hold.
+    """
     import torch
     from vllm.distributed import get_ep_group
     from vllm.model_executor.model_loader import dummy_loader
@@ -74,13 +77,15 @@ def draw_weights() -> None:
             if parameter is None:
                 continue
             drawn += 1
-            generator = torch.Generator(device=parameter.device)
-            experts = name in ("w13_weight", "w2_weight")
-            generator.manual_seed(drawn + 1_000_003 * (get_ep_group().rank_in_group if experts else 0))
             if parameter.ndim == 1:
                 parameter.data.fill_(1.0)
-            else:
-                parameter.data.normal_(0.0, 0.04 if experts else 0.02, generator=generator)
+                continue
+            experts = name in ("w13_weight", "w2_weight")
+            for share, part in enumerate(parameter.data.chunk(shares if experts else 1)):
+                generator = torch.Generator(device=part.device)
+                generator.manual_seed(drawn + 1_000_003 * (get_ep_group().rank_in_group + share if experts else 0))
+                values = torch.empty_like(part, dtype=torch.bfloat16)
+                part.copy_(values.normal_(0.0, 0.04 if experts else 0.02, generator=generator))
 
     dummy_loader.initialize_dummy_weights = draw
 
@@ -89,7 +94,7 @@ class Rank:
     """The engine of one rank, and what is asked of it. Every method is collective over the ranks."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        draw_weights()
+        draw_weights(options.shares)
         from vllm import LLM
 
         self.options = options
@@ -101,11 +106,13 @@ class Rank:
             sizes = [1 << power for power in range(options.prompts.bit_length())]
             more |= {"kv_cache_memory_bytes": options.kv_gib << 30, "distributed_executor_backend": "uni"}
             more |= {"compilation_config": {"cudagraph_capture_sizes": sizes}}
+        if options.dtype == "float32":
+            more |= {"attention_backend": "TRITON_ATTN"}
         self.llm = LLM(
             str(options.output / "model"),
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=options.dtype,
             max_model_len=min(2048, options.length + 256),
             max_num_batched_tokens=options.batch,
             max_num_seqs=max(8, options.prompts),
@@ -222,17 +229,21 @@ def be_rank(options: argparse.Namespace) -> None:
     rank, found = Rank(options), {}
     np.savez(options.output / f"answers-{options.rank}.npz", **rank.answers())
     say("answers are written")
-    found |= rank.times()
-    say(str(found))
-    if not options.on_cpu:
+    path = options.output / f"times-{options.rank}.json"
+    if not options.answers_only:
+        found |= rank.times()
+        path.write_text(json.dumps(found))
+        say(str(found))
+    if not options.on_cpu and not options.answers_only:
         if options.implementation != "off":
             for tokens in BARE_TOKENS:
                 found[f"bare_layer_us_{tokens}"] = rank.bare_layer_us(min(tokens, options.batch))
+            path.write_text(json.dumps(found))
             say(str({name: round(value, 1) for name, value in found.items() if name.startswith("bare")}))
         step = options.batch // options.length
         found["prefill_kernels"] = rank.kernels(rank.prompts(step, options.length, seed=4), 1)
         found["decode_kernels"] = rank.kernels(rank.prompts(options.prompts, 32, seed=5), 9)
-    (options.output / f"times-{options.rank}.json").write_text(json.dumps(found))
+    path.write_text(json.dumps(found))
     rank.group.close()
     if options.implementation != "off":
         from megakernel.vllm_method import runtime
@@ -243,10 +254,12 @@ def be_rank(options: argparse.Namespace) -> None:
     say("done")
 
 
-def compare(ours: Path, stock: Path, ranks: int) -> None:
+def compare(ours: Path, stock: Path) -> None:
     """Print how far the answers of two runs are apart, and how far those of one run with itself in other batches."""
-    for rank in range(ranks):
-        a, b = (np.load(folder / f"answers-{rank}.npz") for folder in (ours, stock))
+    for path in sorted(ours.glob("answers-*.npz")):
+        if not (stock / path.name).exists():
+            continue
+        a, b, rank = np.load(path), np.load(stock / path.name), path.stem.rpartition("-")[2]
         apart = np.abs(a["logprobs"] - b["logprobs"])
         itself = np.abs(b["logprobs"] - b["logprobs_alone"])
         same = a["tokens"] == b["tokens"]
@@ -323,6 +336,9 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=int, default=24)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds")
     parser.add_argument("--config", default="{}", help="JSON over the model's configuration")
+    parser.add_argument("--dtype", default="bfloat16", help="float32: the answers that bfloat16 is measured against")
+    parser.add_argument("--shares", type=int, default=1, help="with one rank: of how many ranks it holds the experts")
+    parser.add_argument("--answers-only", action="store_true")
     parser.add_argument("--on-cpu", action="store_true")
     parser.add_argument("--rank", type=int, help="be this rank")
     options = parser.parse_args()
@@ -339,7 +355,7 @@ def main() -> int:
         return status
     show(options.output)
     if options.against:
-        compare(options.output, options.against, options.ranks)
+        compare(options.output, options.against)
     return 0
 
 
