@@ -29,7 +29,7 @@ from inc_runtime.host_group import StoreGroup
 from inc_runtime.mps import private_daemon
 
 WORKER = "megakernel.vllm_worker.IncWorker"
-CONFIG = {
+CONFIG: dict = {
     "architectures": ["OlmoeForCausalLM"],
     "model_type": "olmoe",
     "hidden_size": 2048,
@@ -60,16 +60,17 @@ def say(text: str) -> None:
     print(f"{time.monotonic() - START:6.1f} s  {text}", flush=True)
 
 
-def draw_weights(shares: int) -> None:
+def draw_weights(shares: int, hidden_size: int) -> None:
     """Let vLLM's loader of dummy weights draw such that the experts matter. Call it before the engine is made.
 
-    Values are bfloat16 in any dtype of the model. `shares`: of the experts on one rank, drawn apart: as many ranks would hold.
+    Values are bfloat16 in any dtype of the model, with a spread that leaves rows alike in any size. `shares`: of the experts on one
+    rank, drawn apart: as many ranks would hold.
     """
     import torch
     from vllm.distributed import get_ep_group
     from vllm.model_executor.model_loader import dummy_loader
 
-    drawn = 0
+    drawn, spread = 0, 0.02 * (CONFIG["hidden_size"] / hidden_size) ** 0.5
 
     def draw(module: torch.nn.Module, _: object) -> None:
         nonlocal drawn
@@ -85,7 +86,7 @@ def draw_weights(shares: int) -> None:
                 generator = torch.Generator(device=part.device)
                 generator.manual_seed(drawn + 1_000_003 * (get_ep_group().rank_in_group + share if experts else 0))
                 values = torch.empty_like(part, dtype=torch.bfloat16)
-                part.copy_(values.normal_(0.0, 0.04 if experts else 0.02, generator=generator))
+                part.copy_(values.normal_(0.0, spread * (2 if experts else 1), generator=generator))
 
     dummy_loader.initialize_dummy_weights = draw
 
@@ -94,7 +95,7 @@ class Rank:
     """The engine of one rank, and what is asked of it. Every method is collective over the ranks."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        draw_weights(options.shares)
+        draw_weights(options.shares, json.loads((options.output / "model" / "config.json").read_text())["hidden_size"])
         from vllm import LLM
 
         self.options = options
