@@ -151,11 +151,14 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, tokens: str, iteratio
     group.add_argument("--dispatch-switches", type=_count, default=1, help="tokens are split between them (default 1)")
     group.add_argument("--combine-switches", type=_count, default=1, help="tokens are split between them (default 1)")
     group.add_argument("--tokens", default=tokens, help=f"of each rank, or one number per rank: 64,0,17,5 (default {tokens})")
+    edge = "tokens of the first and last microbatch; sizes double from there to m_b (default: all m_b)"
+    group.add_argument("--edge", type=_count, help=edge)
     group.add_argument("--microbatch", type=_count, default=16, help="m_b, tokens of a rank in a microbatch (default 16)")
     group.add_argument("--depth", type=_count, default=3, help="D, slot sets of the ring (default 3)")
     group.add_argument("--group", type=_count, default=1, help="G, ranks per phase of the phased forms (default 1)")
     group.add_argument("--no-barrier", action="store_true", help="no INC barrier after a phased dispatch")
     group.add_argument("--rank-order", action="store_true", help="switches add in rank order: sums do not depend on timing")
+    group.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
     group.add_argument("--iterations", type=_count, default=iterations, help=f"timed calls (default {iterations})")
     group.add_argument("--delay-us", type=_delay, default=0.0, help="random delays before each verb, to provoke races")
     group.add_argument("--output", type=Path, help="folder of results (default out/COMMAND)")
@@ -297,6 +300,8 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
         options.group,
         not options.no_barrier,
         SumOrder.RANK if options.rank_order else SumOrder.ARRIVAL,
+        edge_tokens=options.edge,
+        local_bypass=options.local_bypass,
     )
     if options.checkpoint:
         from megakernel.checkpoint import CheckpointReader, read_layer_shape
@@ -310,7 +315,8 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
     world = World(options.ranks, options.dispatch_switches, options.combine_switches)
     check_world(world)
     check(shape, pipeline, world.num_ranks)
-    cases = ALL_CASES if options.implementation is None else (case_of(options.implementation, options.collective),)
+    everything = [case for case in ALL_CASES if case.model.selective or not options.local_bypass]
+    cases = everything if options.implementation is None else [case_of(options.implementation, options.collective)]
     named = tuple((case.name, case.model, case.needs_heap) for case in cases)
     return JobPlan(shape, pipeline, world, counts, named, options.output, options.delay_us)
 

@@ -50,12 +50,18 @@ class Dims:
     top_k: int
     ranks_per_phase: int
     row_element_bytes: int = BF16.itemsize
+    local_bypass: bool = False
 
     @classmethod
     def of(cls, model: CommunicationModel, world: World, shape: LayerShape, pipeline: Pipeline) -> Dims:
         if world.num_pes == world.num_ranks and (model.in_network or model.phased):
             raise ConfigurationError(
                 f"{model.value} in {world}: it needs a switch of each role. Add them, or use {CommunicationModel.ALL_TO_ALL.value}."
+            )
+        if pipeline.local_bypass and not model.selective:
+            raise ConfigurationError(
+                f"local_bypass = True: it must be False for {model.value}, whose rows go to every rank. Leave it off, or use "
+                "an all-to-all."
             )
         group = pipeline.ranks_per_phase if model.phased else world.num_ranks
         return cls(
@@ -67,6 +73,7 @@ class Dims:
             shape.top_k,
             group,
             pipeline.row_format.num_bytes,
+            pipeline.local_bypass,
         )
 
     @property
@@ -246,6 +253,7 @@ RANK = (
     Region("tokens_header", Kind.CONTROL, lambda d: (d.depth, d.dispatch_planes, HEADER_FIELDS), _int64, "this rank", "its own put"),
     Region("tokens_routing", Kind.RECORDS, lambda d: (d.depth, d.microbatch_tokens), _routing, "this rank", "its own put"),
     Region("packed_tokens", Kind.ROWS, lambda d: (d.depth, d.num_ranks, d.microbatch_tokens, d.hidden_size), _row, "pack", "its own puts", when=_relayed),
+    # With local bypass this rank itself writes the rows of its own tokens, in a run of its own: collectives/local_bypass.py.
     Region("expert_rows", Kind.ROWS, lambda d: (d.depth, d.expert_row_capacity, d.hidden_size), _row, "dispatch switch; then this rank, whose partial sums overwrite them", "this rank, combine switch"),
     Region("expert_rows_routing", Kind.RECORDS, lambda d: (d.depth, d.expert_row_capacity), _routing, "dispatch switch", "this rank"),
     # The rank itself writes NUM_ROWS = 0 where a relayed message came without rows, hence without a header.

@@ -98,8 +98,8 @@ CHUNK_FLAGS = {"relay_arrived", "expert_chunk_arrived", "partial_chunk_arrived"}
 def count(events: Sequence[Event], world: World) -> Counters:
     """Counters of a whole run; divide by the number of microbatches for figures per microbatch.
 
-    A pull counts as sent by the rank that is read. Combine packets into the switch are the pulls; the ready signals
-    that announce them are control.
+    What a PE tells itself crosses nothing and is left out. A pull counts as sent by the rank that is read. Combine packets
+    into the switch are the pulls; the ready signals that announce them are control.
     """
     num = world.num_ranks
     sent, received = [[0, 0, 0] for _ in range(num)], [[0, 0, 0] for _ in range(num)]
@@ -111,6 +111,8 @@ def count(events: Sequence[Event], world: World) -> Counters:
             continue
         amounts = (event.rows, event.row_bytes, event.wire_bytes)
         source, target = (event.peer, event.pe) if event.kind == "get" else (event.pe, event.peer)
+        if source == target and event.kind != "library":
+            continue
         if source < num and event.name in DISPATCH_NAMES:
             dispatch_sent[source] += event.rows if _to_dispatch(event, dispatch_switches) else 0
         if target < num and event.name in COMBINE_NAMES:

@@ -22,9 +22,9 @@ SOURCE = Path(__file__).with_name("relayed_exchange.cu")
 THREADS = 512
 
 
-def whole_batch(bound_tokens: int) -> Pipeline:
+def whole_batch(bound_tokens: int, *, local_bypass: bool = False) -> Pipeline:
     """The pipeline of a heap for this exchange: one microbatch is the batch, one slot set."""
-    return Pipeline(bound_tokens=bound_tokens, microbatch_tokens=bound_tokens, depth=1)
+    return Pipeline(bound_tokens=bound_tokens, microbatch_tokens=bound_tokens, depth=1, local_bypass=local_bypass)
 
 
 class RelayedExchange:
@@ -61,13 +61,16 @@ class RelayedExchange:
             return [first + rank * stride for rank in range(self.num_ranks)]
 
         rows = runs("expert_rows", tokens * row_bytes)
+        returned = runs("received_partial_sums", dims.combine_plane_tokens * row_bytes)
+        if dims.local_bypass:  # the own partial sums are added where they stand
+            returned[self.rank] = rows[self.rank]
         return Places(
             send=[],
             received_rows=rows,
             received_records=runs("expert_rows_routing", tokens * record_bytes, ids),
             received_counts=runs("expert_rows_header", self._header_bytes()),
             partial=rows,  # over the rows, in place
-            returned=runs("received_partial_sums", dims.combine_plane_tokens * row_bytes),
+            returned=returned,
             row_stride=row_bytes,
             record_stride=record_bytes,
             slots=int(self.heap.argument["row_of_token"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import matplotlib
@@ -13,7 +14,9 @@ from inc_runtime.config import Implementation
 from results.layer_tables import COLUMNS as LAYER_COLUMNS
 from results.layer_tables import Row, markdown_table, read_rows, write_both
 
-COLUMNS = [*LAYER_COLUMNS, "depth", "ranks_per_phase", "rank_port_gbps"]
+COLUMNS = [*LAYER_COLUMNS, "depth", "ranks_per_phase", "rank_port_gbps", "edge_tokens", "local_bypass"]
+BYPASS = ", local bypass"
+"""Ends the name of a series whose rows of own experts stay on their rank. Such rows are never compared with others."""
 GROUPED_MM = "grouped_mm"
 STYLES = {
     Implementation.BASELINE: ("Baseline", "#444444"),
@@ -30,11 +33,16 @@ SPEED_UPS = (
 )
 
 
+def series_of(row: Row) -> str:
+    """The implementation, and how rows of own experts travel."""
+    return row["implementation"] + BYPASS * bool(row.get("local_bypass"))
+
+
 def best(rows: list[Row]) -> dict[tuple[str, int], Row]:
-    """For each implementation and number of tokens the row of its shortest layer time."""
+    """For each series and number of tokens the row of its shortest layer time."""
     found: dict[tuple[str, int], Row] = {}
     for row in rows:
-        key = row["implementation"], int(row["num_tokens"])
+        key = series_of(row), int(row["num_tokens"])
         if row["metric"] == "layer_time" and (key not in found or float(row["value"]) < float(found[key]["value"])):
             found[key] = row
     return found
@@ -45,7 +53,8 @@ def how(row: Row) -> str:
     if row["implementation"] in (Implementation.BASELINE.value, GROUPED_MM):
         return ""
     group = f", G {row['ranks_per_phase']}" if row["ranks_per_phase"] else ""
-    return f" (m_b {int(row['microbatch_tokens']):,}{group})"
+    edge = f", edge {row['edge_tokens']}" if row.get("edge_tokens") else ""
+    return f" (m_b {int(row['microbatch_tokens']):,}{edge}{group})"
 
 
 def table(path: Path) -> str:
@@ -53,18 +62,19 @@ def table(path: Path) -> str:
     comments, rows = read_rows(path)
     found = best(rows)
     sizes = sorted({tokens for _, tokens in found})
-    names = [GROUPED_MM, *(implementation.value for implementation in STYLES)]
+    ends = sorted({BYPASS * name.endswith(BYPASS) for name, _ in found if name != GROUPED_MM}) or [""]
+    names = [GROUPED_MM, *(implementation.value + end for end in ends for implementation in STYLES)]
     times = []
     for name in names:
         cells = [found.get((name, n)) for n in sizes]
         times.append([name, *(f"{float(row['value']) / 1e3:.3f}{how(row)}" if row else "" for row in cells)])
     ratios = []
-    for slow, fast in SPEED_UPS:
+    for end, (slow, fast) in itertools.product(ends, SPEED_UPS):
         of_pair = []
         for n in sizes:
-            pair = found.get((slow.value, n)), found.get((fast.value, n))
+            pair = found.get((slow.value + end, n)), found.get((fast.value + end, n))
             of_pair.append(f"{float(pair[0]['value']) / float(pair[1]['value']):.2f}" if pair[0] and pair[1] else "")
-        ratios.append([f"{STYLES[slow][0]} to {STYLES[fast][0]}", *of_pair])
+        ratios.append([f"{STYLES[slow][0]} to {STYLES[fast][0]}{end}", *of_pair])
     over = [name for name in names if name != GROUPED_MM]
     floors = []
     for name in over:
@@ -82,10 +92,12 @@ def figure(path: Path, target: Path) -> None:
     comments, rows = read_rows(path)
     found = best(rows)
     drawn, axis = plt.subplots(figsize=(6.4, 4.6))
-    for implementation, (label, color) in STYLES.items():
-        sizes = sorted(n for name, n in found if name == implementation.value)
-        times = [float(found[implementation.value, n]["value"]) / 1e3 for n in sizes]
-        axis.plot(sizes, times, "-o", ms=4, color=color, label=label)
+    for end, (implementation, (label, color)) in itertools.product(("", BYPASS), STYLES.items()):
+        series = implementation.value + end
+        sizes = sorted(n for name, n in found if name == series)
+        times = [float(found[series, n]["value"]) / 1e3 for n in sizes]
+        if sizes or not end:
+            axis.plot(sizes, times, "--o" if end else "-o", ms=4, color=color, label=label + end)
     sizes = sorted(n for name, n in found if name == GROUPED_MM)
     axis.plot(sizes, [float(found[GROUPED_MM, n]["value"]) / 1e3 for n in sizes], ":", color="#888888", label="grouped_mm alone")
     axis.set_xscale("log", base=2)

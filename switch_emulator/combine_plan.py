@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inc_runtime.collectives.microbatch import first_row, plane_tokens
+from inc_runtime.collectives.microbatch import first_row, membership_through_switch, plane_tokens, runs_of
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import Header, slot_of
-from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
+from inc_runtime.routing import rows_of_expert_ranks
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,23 @@ class CombinePlan:
         if key not in self._membership:
             header = self.pe.memory["plan_header"][self.slot, plane, owner]
             routing = self.pe.memory["plan_routing"][self.slot, plane, owner, : header[Header.NUM_ROWS]]
-            self._membership[key] = expert_rank_membership(
-                routing["expert_ids"],
-                int(header[Header.NUM_EXPERTS]),
-                self.dims.num_ranks,
-                selective=self.dims.model.selective,
-            )
+            num_experts = int(header[Header.NUM_EXPERTS])
+            self._membership[key] = membership_through_switch(self.dims, routing["expert_ids"], num_experts, owner)
         return self._membership[key]
 
     def num_tokens(self, owner: int) -> int:
         """Tokens of `owner` that this plane sums."""
         header = self.pe.memory["plan_header"][self.slot, :, owner, Header.NUM_ROWS]
         return len(plane_tokens(int(header.sum()), self.dims.world.plane_of(self.pe.pe), len(self.token_range)))
+
+    def runs_to_return(self, owner: int) -> list[slice]:
+        """Runs of `owner`'s tokens of this plane, counted from its first, whose sums go back: all, but for local bypass."""
+        count = self.num_tokens(owner)
+        if not self.dims.local_bypass:
+            return [slice(0, count)] if count else []
+        planes = range(self.dims.world.num_dispatch_switches)
+        summed = np.concatenate([self.membership(plane, owner).any(axis=1) for plane in planes])
+        return runs_of(summed[self.token_range.start : self.token_range.start + count])
 
     def _rows_of_owner(self, plane: int, owner: int) -> list[np.ndarray]:
         """Rows of one owner's tokens on each expert rank, as positions in its packet."""

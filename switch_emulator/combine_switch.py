@@ -74,19 +74,22 @@ def pull_and_add(pe: OneSided, plan: CombinePlan, expert_rank: int, owners: Sequ
 def return_sums(pe: OneSided, plan: CombinePlan, owners: Sequence[int]) -> None:
     """Send each owner its finished rows in one packet, or a signal alone. Clears nothing: the caller zeroes first.
 
-    The quiet completes the puts of the previous sums, which still read `sums_out`.
+    The word has a payload where the owner has tokens, also if they all stay at home. The quiet completes the puts of the
+    previous sums, which still read `sums_out`.
     """
     dims = pe.layout.dims
     plane = dims.world.plane_of(pe.pe)
     pe.quiet()
     for position, owner in enumerate(owners):
-        count = plan.num_tokens(owner)
+        runs = plan.runs_to_return(owner)
         flag = Flag("token_sums_arrived", (plan.slot, plane))
-        if not count:
-            pe.signal(owner, flag, signal_word(plan.magic, False), magic=plan.magic)
+        word = signal_word(plan.magic, plan.num_tokens(owner) > 0)
+        if not runs:
+            pe.signal(owner, flag, word, magic=plan.magic)
             continue
-        sums = pe.memory["sums_out"][position, :count]
-        sums[...] = pe.memory["accumulators"][position, :count].astype(sums.dtype)
-        first = plan.token_range.start
-        segment = Segment(sums, "token_sums", (plan.slot, slice(first, first + count)))
-        pe.put_signal(owner, [segment], flag, signal_word(plan.magic, True), magic=plan.magic)
+        first, segments = plan.token_range.start, []
+        for run in runs:
+            sums = pe.memory["sums_out"][position, run]
+            sums[...] = pe.memory["accumulators"][position, run].astype(sums.dtype)
+            segments.append(Segment(sums, "token_sums", (plan.slot, slice(first + run.start, first + run.stop))))
+        pe.put_signal(owner, segments, flag, word, magic=plan.magic)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from inc_runtime.collectives.microbatch import check_header, first_row
+from inc_runtime.collectives.microbatch import check_header, first_row, membership_through_switch
 from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
 from inc_runtime.protocol import Header, Tag, signal_word, slot_of
-from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
+from inc_runtime.routing import rows_of_expert_ranks
 from switch_emulator.serving import in_order_of_arrival
 
 
@@ -30,7 +30,7 @@ def serve_microbatch(pe: OneSided, magic: int) -> None:
         first = header.copy() if first is None else first
         check_header(header, first, magic, dims, f"rank {sender}")
         with pe.stage("regroup", magic, rows=int(header[Header.NUM_ROWS])):
-            rows, ranks = np.nonzero(membership_of_sender(pe, inbox_slot))
+            rows, ranks = np.nonzero(membership_of_sender(pe, inbox_slot, sender))
         members[sender] = rows, ranks
     plane = dims.world.plane_of(pe.pe)
     for expert_rank, rows in enumerate(rows_in_packed_order(dims, members)):
@@ -39,19 +39,17 @@ def serve_microbatch(pe: OneSided, magic: int) -> None:
         forward_plan(pe, magic, plane, combine_plane)
 
 
-def membership_of_sender(pe: OneSided, inbox_slot: int) -> np.ndarray:
-    """Which expert ranks need each row of one inbox slot: [num_rows, num_ranks] bool."""
+def membership_of_sender(pe: OneSided, inbox_slot: int, sender: int) -> np.ndarray:
+    """Which expert ranks get each row of one inbox slot from here: [num_rows, num_ranks] bool."""
     dims = pe.layout.dims
     header = pe.memory["inbox_header"][inbox_slot]
     routing = pe.memory["inbox_routing"][inbox_slot, : header[Header.NUM_ROWS]]
-    return expert_rank_membership(
-        routing["expert_ids"], int(header[Header.NUM_EXPERTS]), dims.num_ranks, selective=dims.model.selective
-    )
+    return membership_through_switch(dims, routing["expert_ids"], int(header[Header.NUM_EXPERTS]), sender)
 
 
-def rows_of_sender(pe: OneSided, inbox_slot: int) -> list[np.ndarray]:
-    """For each expert rank, the rows of one inbox slot that it needs, in token order."""
-    return rows_of_expert_ranks(membership_of_sender(pe, inbox_slot))
+def rows_of_sender(pe: OneSided, inbox_slot: int, sender: int) -> list[np.ndarray]:
+    """For each expert rank, the rows of one inbox slot that it gets from here, in token order."""
+    return rows_of_expert_ranks(membership_of_sender(pe, inbox_slot, sender))
 
 
 def rows_in_packed_order(dims: Dims, members: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:

@@ -65,7 +65,7 @@ def multicast(pe: OneSided, place: int, request: tuple[int, int], first_headers:
     first_headers.pop(magic - dims.depth, None)
     check_header(header, first, magic, dims, f"rank {sender}")
     with pe.stage("regroup", magic, rows=int(header[Header.NUM_ROWS])):
-        rows_for = rows_of_sender(pe, place)
+        rows_for = rows_of_sender(pe, place, sender)
     flag = Flag("expert_rows_arrived", (slot, plane, sender))
     outboxes, start = pe.memory["outbox_header"][slot, :, sender], first_row(dims, plane, sender, 0)
     for expert_rank, rows in enumerate(rows_for):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap
-from inc_runtime.compile_cache import Built, build
+from inc_runtime.compile_cache import Built, build, bypass_define
 from inc_runtime.config import CommunicationModel, SumOrder
 from inc_runtime.device.arguments import MAX_SWITCH_BLOCKS, SWITCH_ARGUMENTS, SWITCH_MOMENT, WORKSPACE
 from inc_runtime.protocol import Role
@@ -87,7 +87,7 @@ def shared_bytes_of(heap: DeviceHeap) -> int:
 
 def build_switch(heap: DeviceHeap) -> Built:
     """Compile the switch kernels for this GPU, or take them from the cache."""
-    built = build(SOURCE, heap.verbs, heap.gpu.arch)
+    built = build(SOURCE, heap.verbs, heap.gpu.arch, defines=bypass_define(heap.layout.dims))
     if heap.verbs.value == "nvshmem":
         heap.job.init_module(built)
     return built

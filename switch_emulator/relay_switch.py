@@ -28,6 +28,7 @@ class RelaySwitch:
         self.index = pe.pe - pe.world.num_ranks
         self.dispatch = pe.role is Role.DISPATCH_SWITCH
         self.phased = self.dims.model.phased
+        self.messages_of_request = self.dims.num_ranks - self.dims.local_bypass
         self.next_chunk = [1] * self.dims.num_ranks
         self.messages_done: Counter[tuple[int, int]] = Counter()
         self.stops_seen: set[str] = set()
@@ -138,12 +139,12 @@ class RelaySwitch:
         return segments
 
     def message_done(self, sender: int, destination: int, magic: int) -> None:
-        """Close the phase of a rank once all W messages of it have left."""
+        """Close the phase of a rank once all W messages of it have left; W - 1 where no rank sends to itself."""
         if not self.phased:
             return
         request = (sender if self.dispatch else destination, magic)
         self.messages_done[request] += 1
-        if self.messages_done[request] == self.dims.num_ranks:
+        if self.messages_done[request] == self.messages_of_request:
             del self.messages_done[request]
             (self.grants.queue if self.dispatch else self.combine_phases).close(request)
 

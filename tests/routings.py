@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -149,5 +149,7 @@ def random_case(model: CommunicationModel, seed: int) -> Case:
         calls.append(draw_call(rng, shape, COUNTS[counts](rng, num_ranks, bound), routing, num_ranks))
         labels.append(f"E={shape.num_experts} k={shape.top_k} {routing} {counts}")
     jitter_us = float(rng.choice([2.0, 20.0, 200.0]))
+    if model.selective and rng.random() < 0.3:
+        pipelines = [replace(one, local_bypass=True) for one in pipelines]
     label = f"{model.value}, seed {seed}: {world}, {pipelines[0]}, {'; '.join(labels)}, jitter {jitter_us} us"
     return Case(layers, pipelines, world, calls, jitter_us, label)

@@ -22,7 +22,7 @@ import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
 from inc_runtime.backends.device_errors import error_of_record
-from inc_runtime.compile_cache import Built, Verbs, build
+from inc_runtime.compile_cache import Built, Verbs, build, bypass_define
 from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
@@ -227,9 +227,12 @@ class DeviceHeap:
             )
         if layout.dims.model.phased and verbs is Verbs.NVSHMEM:
             raise ConfigurationError(f"{layout.dims.model.value}: the phased kernels take the direct verbs alone so far.")
+        if layout.dims.local_bypass and verbs is Verbs.NVSHMEM:
+            raise ConfigurationError("local_bypass = True: it takes the direct verbs alone so far. Leave it off, or use them.")
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
+        self._refuse_other_dims(job, layout)
         self.job, self.layout, self.verbs = job, layout, verbs
         self.gpu, self.role = job.gpu, job.world.role_of(job.pe)
         self.workspace = self.gpu.allocate(WORKSPACE.itemsize)
@@ -243,17 +246,32 @@ class DeviceHeap:
         self._owned = [self.workspace]
         if layout.dims.model.in_network and self.role is Role.COMBINE_SWITCH:
             self._allocate_sums()
-        if not layout.dims.model.in_network and self.role is Role.COMPUTE_RANK:
+        if self.role is Role.COMPUTE_RANK:
             self._allocate_tables()
         self.reset(poison=poison)
 
+    @staticmethod
+    def _refuse_other_dims(job: NvshmemJob, layout: HeapLayout) -> None:
+        """Raise ConfigurationError where the PEs do not lay out the same heap. Collective."""
+        everyone = job.gather(layout.dims)
+        for pe, dims in enumerate(everyone):
+            if dims != everyone[0]:
+                raise ConfigurationError(
+                    f"{job.world.name_of(pe)} lays out {dims}, {job.world.name_of(0)} {everyone[0]}. Give every PE the same "
+                    "model, shape and pipeline."
+                )
+
     def _allocate_tables(self) -> None:
-        """Where a rank of a plain model places each token in its messages."""
+        """Where a rank of a plain model places each token in its messages; with local bypass, which ranks need it."""
         dims = self.layout.dims
-        sizes = {"group_rows": -(-dims.microbatch_tokens // 32), "row_of_token": dims.microbatch_tokens}
-        sizes["token_of_row"] = dims.microbatch_tokens
-        for name, length in sizes.items():
-            self.argument[name] = self.gpu.allocate(dims.depth * length * dims.num_ranks * np.dtype("<i4").itemsize)
+        per_slot = {}
+        if not dims.model.in_network:
+            groups, placed = -(-dims.microbatch_tokens // 32) * dims.num_ranks, dims.microbatch_tokens * dims.num_ranks
+            per_slot = {"group_rows": groups, "row_of_token": placed, "token_of_row": placed}
+        elif dims.local_bypass:
+            per_slot = {"ranks_of_token": dims.microbatch_tokens}
+        for name, length in per_slot.items():
+            self.argument[name] = self.gpu.allocate(dims.depth * length * np.dtype("<i4").itemsize)
             self._owned.append(int(self.argument[name]))
 
     def _allocate_sums(self) -> None:
@@ -309,7 +327,7 @@ class DeviceHeap:
     def build(self, source: Path, *, headers: Mapping[str, str] | None = None, defines: Sequence[str] = ()) -> Built:
         """Compile a kernel of the ranks for this GPU and this heap's communication model, or take it from the cache."""
         dims = self.layout.dims
-        defines = [*defines, *["INC_DIRECT"] * dims.direct]
+        defines = [*defines, *["INC_DIRECT"] * dims.direct, *bypass_define(dims)]
         built = build(source, self.verbs, self.gpu.arch, dims.model, headers=headers, defines=defines)
         if self.verbs is Verbs.NVSHMEM:
             self.job.init_module(built)

@@ -3,7 +3,8 @@
 Dispatch: the rank packs a copy of each token per destination and sends W messages; chunk 0 of each carries the number of
 rows and the routing of its tokens, so that no exchange of counts comes first. Combine: it returns the partial sums of each
 token rank's tokens to that rank, which adds the W of them (global reduce). Source: post, All-to-All.
-AllGather-ReduceScatter runs the same programs with every row to every rank.
+AllGather-ReduceScatter runs the same programs with every row to every rank. With local bypass the message of a rank to itself is
+written in place, and its own partial sums are added where they stand, in their place of the rank order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from inc_runtime.collectives.microbatch import (
     RoutedTokens,
     check_header,
     first_row,
-    num_tokens_of,
+    membership_of_own_tokens,
     plane_tokens,
     received_rows,
     write_routing,
@@ -27,24 +28,19 @@ from inc_runtime.collectives.relayed import num_chunks, send_message
 from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import Awaited, Flag, OneSided
 from inc_runtime.protocol import Header, Role, Tag, has_payload, slot_of
-from inc_runtime.routing import expert_rank_membership, rows_of_expert_ranks
+from inc_runtime.routing import rows_of_expert_ranks
 
 
-def rows_of_own_tokens(pe: OneSided, call: Call, magic: int) -> list[np.ndarray]:
+def rows_of_own_tokens(pe: OneSided, magic: int) -> list[np.ndarray]:
     """For each expert rank, the tokens of this rank's microbatch that it needs, in token order."""
-    dims = pe.layout.dims
-    records = pe.memory["tokens_routing"][slot_of(magic, dims.depth), : num_tokens_of(pe, magic)]
-    membership = expert_rank_membership(
-        records["expert_ids"], call.shape.num_experts, dims.num_ranks, selective=dims.model.selective
-    )
-    return rows_of_expert_ranks(membership)
+    return rows_of_expert_ranks(membership_of_own_tokens(pe, magic))
 
 
 def pack(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> list[np.ndarray]:
     """The extra stage before the dispatch: lay out a copy of each token per destination, in token order."""
     slot = slot_of(magic, pe.layout.dims.depth)
     write_routing(pe, call, magic, routed)
-    rows_for = rows_of_own_tokens(pe, call, magic)
+    rows_for = rows_of_own_tokens(pe, magic)
     with pe.stage("pack", magic, rows=sum(map(len, rows_for))):
         for destination, rows in enumerate(rows_for):
             pe.memory["packed_tokens"][slot, destination, : len(rows)] = routed.tokens[rows]
@@ -136,8 +132,10 @@ def combine_range(dims: Dims, combine_plane: int) -> tuple[int, int]:
 
 
 def return_partial_sums(pe: OneSided, call: Call, magic: int, owner: int, combine_plane: int) -> None:
-    """Send `owner` the partial sums of its tokens through one combine relay."""
+    """Send `owner` the partial sums of its tokens through one combine relay; with local bypass none to this rank itself."""
     dims = pe.layout.dims
+    if dims.local_bypass and owner == pe.pe:
+        return
     slot = slot_of(magic, dims.depth)
     send_message(
         pe,
@@ -165,11 +163,13 @@ def own_rows(dims: Dims, plane: int, rows: np.ndarray) -> np.ndarray:
 
 
 def wait_for_partial_sums(pe: OneSided, call: Call, magic: int) -> list[np.ndarray]:
-    """Wait for the partial sums of all ranks. Returns the tokens of each rank's sums."""
+    """Wait for the partial sums of all ranks that send them. Returns the tokens of each rank's sums."""
     dims = pe.layout.dims
-    rows_for = rows_of_own_tokens(pe, call, magic)
+    rows_for = rows_of_own_tokens(pe, magic)
     for plane in range(dims.combine_planes):
         for expert_rank, rows in enumerate(rows_for):
+            if dims.local_bypass and expert_rank == pe.pe:
+                continue
             index = (slot_of(magic, dims.depth), plane, expert_rank)
             count = len(own_rows(dims, plane, rows))
             wait_for_message(pe, "partial_chunk_arrived", index, magic, Tag.TOKEN_SUMS, count)
@@ -186,6 +186,9 @@ def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -
         for plane in range(dims.combine_planes):
             for expert_rank, rows in enumerate(rows_for):
                 own = own_rows(dims, plane, rows)
-                partial = pe.memory["received_partial_sums"][slot, plane, expert_rank, : len(own)]
+                if dims.local_bypass and expert_rank == pe.pe:
+                    partial = pe.memory["expert_rows"][slot, rows_to_return(pe, magic, expert_rank, plane)]
+                else:
+                    partial = pe.memory["received_partial_sums"][slot, plane, expert_rank, : len(own)]
                 sums[own] += partial.astype(np.float32)
     return sums.astype(dims.row_dtype)

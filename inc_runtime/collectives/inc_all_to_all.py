@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from inc_runtime.collectives.local_bypass import add_own_partial_sums, keep_own_rows, tokens_for_others, with_own_rows
 from inc_runtime.collectives.microbatch import (
     Call,
     ReceivedRows,
@@ -23,6 +24,7 @@ from inc_runtime.collectives.microbatch import (
     first_row,
     plane_tokens,
     received_rows,
+    runs_of,
     write_routing,
 )
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
@@ -34,12 +36,22 @@ def stage_tokens(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> 
     slot = slot_of(magic, pe.layout.dims.depth)
     pe.memory["tokens"][slot, : len(routed)] = routed.tokens
     write_routing(pe, call, magic, routed)
+    if pe.layout.dims.local_bypass:
+        keep_own_rows(pe, magic, routed)
+
+
+def rows_to_put(pe: OneSided, magic: int, part: range) -> list[slice]:
+    """Of the tokens in `part`, the runs whose rows go to the switch: all, but for local bypass."""
+    if not pe.layout.dims.local_bypass:
+        return [slice(0, len(part))]
+    return runs_of(tokens_for_others(pe, magic)[part.start : part.stop])
 
 
 def put_tokens(pe: OneSided, magic: int, num_tokens: int, plane: int, inbox_slot: int) -> None:
     """Put one plane's share of the microbatch into `inbox_slot` of its dispatch switch: one packet.
 
-    A rank without tokens sends the header alone and a word without payload, so that the switch can compare bounds.
+    A rank without tokens sends the header alone and a word without payload, so that the switch can compare bounds. With local
+    bypass all records go, so that tokens keep their places, but only those rows that another rank needs.
     """
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
@@ -47,10 +59,10 @@ def put_tokens(pe: OneSided, magic: int, num_tokens: int, plane: int, inbox_slot
     own = slice(part.start, part.stop)
     segments = [Segment(pe.memory["tokens_header"][slot, plane][None], "inbox_header", (slice(inbox_slot, inbox_slot + 1),))]
     if len(part):
-        segments += [
-            Segment(pe.memory["tokens_routing"][slot, own], "inbox_routing", (inbox_slot, slice(len(part)))),
-            Segment(pe.memory["tokens"][slot, own], "inbox_tokens", (inbox_slot, slice(len(part)))),
-        ]
+        segments.append(Segment(pe.memory["tokens_routing"][slot, own], "inbox_routing", (inbox_slot, slice(len(part)))))
+        for run in rows_to_put(pe, magic, part):
+            rows = pe.memory["tokens"][slot, part.start + run.start : part.start + run.stop]
+            segments.append(Segment(rows, "inbox_tokens", (inbox_slot, run)))
     flag = Flag("tokens_arrived", (slot, pe.pe))
     pe.put_signal(dims.world.dispatch_switch(plane), segments, flag, signal_word(magic, len(part) > 0), magic=magic)
 
@@ -74,7 +86,8 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
         word = pe.wait_until(Awaited(Flag("expert_rows_arrived", (slot, plane, 0)), magic, sender), Tag.EXPERT_ROWS)
         count = int(pe.memory["expert_rows_header"][slot, plane, 0, Header.NUM_ROWS]) if has_payload(word) else 0
         runs.append((first_row(dims, plane, 0, 0), count))
-    return received_rows(pe, magic, runs)
+    received = received_rows(pe, magic, runs)
+    return with_own_rows(pe, magic, received) if dims.local_bypass else received
 
 
 def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
@@ -89,11 +102,14 @@ def publish_partial_sums(pe: OneSided, call: Call, magic: int) -> None:
 def wait_for_token_sums(pe: OneSided, call: Call, magic: int, num_tokens: int) -> np.ndarray:
     """Wait for the sums of this rank's tokens from every combine switch: [num_tokens, H], a view of the slot.
 
-    Every plane is awaited, also one that had no token: its word closes the slot.
+    Every plane is awaited, also one that had no token: its word closes the slot. With local bypass the own partial sums are
+    added, in a new array.
     """
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
     for plane in range(dims.combine_planes):
         sender = dims.world.name_of(dims.world.combine_switch(plane))
         pe.wait_until(Awaited(Flag("token_sums_arrived", (slot, plane)), magic, sender), Tag.TOKEN_SUMS)
+    if dims.local_bypass:
+        return add_own_partial_sums(pe, magic, num_tokens)
     return pe.memory["token_sums"][slot, :num_tokens]

@@ -10,6 +10,7 @@ sums that return to one rank prove only that the rows of that rank have been rea
 from __future__ import annotations
 
 from inc_runtime.collectives.inc_all_to_all import put_tokens, stage_tokens, wait_for_token_sums
+from inc_runtime.collectives.local_bypass import with_own_rows
 from inc_runtime.collectives.microbatch import (
     Call,
     ReceivedRows,
@@ -52,7 +53,8 @@ def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
         pending = [key for key in pending if key not in arrived]
     if call.pipeline.barrier_after_dispatch:
         join_barrier(pe, magic)
-    return received_rows(pe, magic, [(first_row(dims, p, s, 0), counts[p, s]) for p, s in keys])
+    received = received_rows(pe, magic, [(first_row(dims, p, s, 0), counts[p, s]) for p, s in keys])
+    return with_own_rows(pe, magic, received) if dims.local_bypass else received
 
 
 def brought_rows(word: int, magic: int) -> bool:

@@ -11,7 +11,7 @@ from inc_runtime.errors import Mismatch
 from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import Header, slot_of
-from inc_runtime.routing import NO_EXPERT
+from inc_runtime.routing import NO_EXPERT, expert_rank_membership
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def write_header(header: np.ndarray, call: Call, magic: int, num_rows: int) -> N
     header[Header.TOP_K] = call.shape.top_k
     header[Header.HIDDEN_SIZE] = call.shape.hidden_size
     header[Header.LAYER] = call.layer
+    header[Header.EDGE_TOKENS] = call.pipeline.edge_tokens or 0
 
 
 COMPARED_FIELDS = (
@@ -77,6 +78,7 @@ COMPARED_FIELDS = (
     Header.TOP_K,
     Header.HIDDEN_SIZE,
     Header.LAYER,
+    Header.EDGE_TOKENS,
 )
 
 
@@ -115,6 +117,29 @@ def num_tokens_of(pe: OneSided, magic: int) -> int:
     """Tokens that this rank itself brought to the microbatch."""
     slot = slot_of(magic, pe.layout.dims.depth)
     return int(pe.memory["tokens_header"][slot, :, Header.NUM_ROWS].sum())
+
+
+def membership_of_own_tokens(pe: OneSided, magic: int) -> np.ndarray:
+    """Which expert ranks need each token of this rank's microbatch: [n, W] bool, from the records in its heap."""
+    dims = pe.layout.dims
+    slot = slot_of(magic, dims.depth)
+    records = pe.memory["tokens_routing"][slot, : num_tokens_of(pe, magic)]
+    num_experts = int(pe.memory["tokens_header"][slot, 0, Header.NUM_EXPERTS])
+    return expert_rank_membership(records["expert_ids"], num_experts, dims.num_ranks, selective=dims.model.selective)
+
+
+def membership_through_switch(dims: Dims, expert_ids: np.ndarray, num_experts: int, owner: int) -> np.ndarray:
+    """Which expert ranks get each token of `owner` from a switch: [n, W] bool; with local bypass never the owner itself."""
+    membership = expert_rank_membership(expert_ids, num_experts, dims.num_ranks, selective=dims.model.selective)
+    if dims.local_bypass:
+        membership[:, owner] = False
+    return membership
+
+
+def runs_of(chosen: np.ndarray) -> list[slice]:
+    """The runs of neighbours among the True of `chosen` [n] bool."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]])))
+    return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
 def first_row(dims: Dims, plane: int, sender: int, rows_before: int) -> int:

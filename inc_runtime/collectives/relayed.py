@@ -4,7 +4,8 @@ Each chunk is one put_signal into a cell of the relay, which forwards it as it l
 relay, uses them in turn, and writes a cell again only once the credit of that cell says that the chunk in it has left. Each cell
 has a word of its own in both directions, so a relay may serve cells in any order. A message without rows is one
 chunk without payload, which the relay passes on as a signal alone. In a world without switches a message goes straight to its
-destination, whole: one put_signal, or a signal alone where it has no rows.
+destination, whole: one put_signal, or a signal alone where it has no rows. With local bypass the dispatch message of a rank
+to itself is written where the relay would write it, and the rank raises its words itself.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ def send_message(
     if dims.direct:
         _send_whole(pe, destination, magic, header, source, rows, routing)
         return
+    if dims.local_bypass and destination == pe.pe:
+        assert header is not None and routing is not None, "partial sums of own tokens are added in place"
+        _keep_message(pe, plane, magic, header, source, rows, routing)
+        return
     relay = dims.world.dispatch_switch(plane) if role is Role.DISPATCH_SWITCH else dims.world.combine_switch(plane)
     total = num_chunks(len(rows), dims.rows_per_chunk)
     for number in range(total):
@@ -57,6 +62,23 @@ def send_message(
         }
         records = None if routing is None else routing[start : start + len(part)]
         _send_chunk(pe, relay, magic, fields, header, source, part, records)
+
+
+def _keep_message(
+    pe: OneSided, plane: int, magic: int, header: np.ndarray, source: np.ndarray, rows: np.ndarray, routing: np.ndarray
+) -> None:
+    """Write the dispatch message of this rank to itself in place. Every chunk has its word, as if it had been relayed."""
+    dims = pe.layout.dims
+    slot, base = slot_of(magic, dims.depth), first_row(dims, plane, pe.pe, 0)
+    if len(rows):
+        own = pe.memory["expert_rows_header"][slot, plane, pe.pe]
+        own[:] = header
+        own[Header.NUM_ROWS] = len(rows)
+        pe.memory["expert_rows_routing"][slot, base : base + len(rows)] = routing
+        pe.memory["expert_rows"][slot, base : base + len(rows)] = source[rows]
+    for number in range(num_chunks(len(rows), dims.rows_per_chunk)):
+        flag = Flag("expert_chunk_arrived", (slot, plane, pe.pe, number))
+        pe.signal(pe.pe, flag, signal_word(magic, len(rows) > 0), magic=magic)
 
 
 def _send_whole(

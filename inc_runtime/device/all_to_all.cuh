@@ -1,5 +1,6 @@
 // All-to-All through a relay switch, rank side. Twin: inc_runtime/collectives/all_to_all.py; same four functions, one dispatch and
-// one combine relay. Rows of a rank's own experts go through the relay, too.
+// one combine relay. Rows of a rank's own experts go through the relay, too, but for local bypass: then their message is written in
+// place (relayed.cuh), and their partial sums are added where they stand.
 //
 // Dispatch: the blocks count the rows for each rank, meet, place every token in its messages, meet, and send. On a direct link rows
 // go straight from the caller's memory; on NVSHMEM's they are packed first, as in the role program. Combine: all blocks meet
@@ -35,6 +36,7 @@ struct TokenSums {
     const char* partial;
     uint64_t rank_stride;
     const int32_t* row_of_token;
+    const char* kept = nullptr;  // with local bypass, in place of this rank's own
 
     // Sixteen bytes of the sum of a token: bfloat16, from column 8 * `column` on.
     __device__ uint4 words(const Heap& heap, int token, int column) const {
@@ -46,7 +48,8 @@ struct TokenSums {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const int row = first + i < heap.num_ranks ? rows[first + i] : -1;
-                const char* source = partial + (first + i) * rank_stride + uint64_t(row) * heap.row_bytes + column * 16;
+                const char* sums = LOCAL_BYPASS && first + i == heap.pe ? kept : partial + (first + i) * rank_stride;
+                const char* source = sums + uint64_t(row) * heap.row_bytes + column * 16;
                 words[i] = row >= 0 ? load_16_bytes(source) : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll
@@ -114,7 +117,7 @@ __device__ inline Messages pack(const Heap& heap, const Team& team, uint64_t mag
     const bool counted = meet(heap, team, Packet::ROWS_COUNTED, slot, magic, [&](int) {
         const int rows = rows_before(heap, placed(heap, slot), groups, lane);
         workspace(heap).total_rows[slot][lane] = rows;
-        number_chunks<DispatchSwitchRegion>(heap, slot, messages_to(heap, rows, lane).total_chunks, lane);
+        number_chunks<DispatchSwitchRegion>(heap, slot, chunks_to_others(heap, messages_to(heap, rows, lane)), lane);
         return true;
     });
     if (!counted) return {0, 0, 0};
@@ -179,7 +182,7 @@ __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, 
     const int lane = team.lane();
     bool good = true;
     int rows = 0;
-    const bool arrived = wait_for_messages(heap, team, RankRegion::expert_chunk_arrived, magic, Tag::EXPERT_ROWS, [&]() {
+    const bool arrived = wait_for_messages(heap, team, RankRegion::expert_chunk_arrived, every_rank(heap), magic, Tag::EXPERT_ROWS, [&]() {
         rows = rows_received(heap, slot, lane);
         if (team.warp() == 0 && rows) good = check_header_of_sender(heap, slot, magic, lane);
         return good ? rows : 0;
@@ -208,7 +211,7 @@ __device__ inline void publish_partial_sums(const Heap& heap, const Team& team, 
     const uint64_t slot = slot_of(magic, heap.depth);
     const Messages messages = messages_to(heap, rows_received(heap, slot, team.lane()), team.lane());
     const bool written = meet(heap, team, Packet::SUMS_WRITTEN, slot, magic, [&](int lane) {
-        number_chunks<CombineSwitchRegion>(heap, slot, messages.total_chunks, lane);
+        number_chunks<CombineSwitchRegion>(heap, slot, chunks_to_others(heap, messages), lane);
         return true;
     });
     if (written) return_partial_sums(heap, team, magic, messages);
@@ -218,10 +221,13 @@ __device__ inline void publish_partial_sums(const Heap& heap, const Team& team, 
 __device__ inline bool wait_for_token_sums(const Heap& heap, const Team& team, uint64_t magic, TokenSums& sums) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const int rows = workspace(heap).total_rows[slot][team.lane()];
-    if (!wait_for_messages(heap, team, RankRegion::partial_chunk_arrived, magic, Tag::TOKEN_SUMS, [&]() { return rows; }))
+    const uint32_t senders = LOCAL_BYPASS ? every_rank(heap) & ~(1u << heap.pe) : every_rank(heap);
+    if (!wait_for_messages(heap, team, RankRegion::partial_chunk_arrived, senders, magic, Tag::TOKEN_SUMS, [&]() { return rows; }))
         return false;
     sums = {own<char>(heap, RankRegion::received_partial_sums, slot),
             place_of(heap, RankRegion::received_partial_sums).stride[2], placed(heap, slot).row_of_token};
+    if constexpr (LOCAL_BYPASS)
+        sums.kept = own<char>(heap, RankRegion::expert_rows, slot, uint64_t(heap.pe) * heap.microbatch_tokens);
     return true;
 }
 

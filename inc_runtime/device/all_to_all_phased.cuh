@@ -42,7 +42,8 @@ __device__ inline bool meet_for_phase(const Heap& heap, const Team& team, uint64
         const Waited waited = poll(heap, watch, lane);
         if (waited.outcome != Outcome::ARRIVED) return false;
         const int opened = __ffs(waited.arrived) - 1;
-        number_chunks<CombineSwitchRegion>(heap, slot, only_message_to(heap, messages, opened, lane).total_chunks, lane);
+        const int chunks = chunks_to_others(heap, only_message_to(heap, messages, opened, lane));
+        number_chunks<CombineSwitchRegion>(heap, slot, chunks, lane);
         if (lane == 0) workspace(heap).granted_place[slot] = opened;
         return true;
     });

@@ -123,6 +123,7 @@ HEAP = _struct(
     ("group_rows", "<u8"),  # int32 [D, ceil(m_b / 32), W]
     ("row_of_token", "<u8"),  # int32 [D, m_b, W]
     ("token_of_row", "<u8"),  # int32 [D, W, m_b]
+    ("ranks_of_token", "<u8"),  # in-network models with local bypass: uint32 [D, m_b], the ranks that need each own token
     ("wait_limit_ns", "<u8"),
     ("port_ps_per_kib", "<u8"),  # what a KiB costs on a port of a rank; 0: no pacing
     ("clock_offset_ns", "<i8"),  # of the host's clock against this GPU's
@@ -177,6 +178,8 @@ EXCHANGE_ARGUMENTS = _struct(
     ("top_k", "<i4"),
     ("layer", "<i4"),
     ("num_microbatches", "<i4"),
+    ("edge_tokens", "<i4"),
+    ("ramp_steps", "<i4"),
     # the test
     ("mode", "<i4"),
     ("verify", "<i4"),  # make tokens from a hash, and check every received row and sum

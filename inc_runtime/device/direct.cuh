@@ -4,6 +4,7 @@
 // A message is one packet that all blocks fill, row by row; the last block raises the flags of all destinations. Waits on: nothing;
 // a slot is free when the sums of its last microbatch are back. Signals: expert_chunk_arrived, partial_chunk_arrived on the
 // ranks. Writes: expert_rows, expert_rows_routing, expert_rows_header, received_partial_sums there; message_header here.
+// With local bypass no partial sums go to this rank itself.
 // Cost: one remote store per row, one fence per block and microbatch.
 #pragma once
 
@@ -61,8 +62,9 @@ __device__ inline void send_whole_messages(const Heap& heap, const Team& team, u
                                            const char* header, RowAt row_at, RecordAt record_at) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const int lane = team.lane();
+    const int steps = heap.num_ranks - (LOCAL_BYPASS && !Relay<Region>::DISPATCH);  // the message to this rank itself is the last
     int first = 0;  // number of the message's first row among those of all messages
-    for (int step = 0; step < heap.num_ranks; ++step) {
+    for (int step = 0; step < steps; ++step) {
         const int destination = destination_of(heap, step), rows = __shfl_sync(ALL_LANES, messages.rows, step);
         const int total = team.total_warps(), skip = (team.number_of_warp() - first % total + total) % total;
         for (int row = skip; row < rows; row += total) {
@@ -79,7 +81,7 @@ __device__ inline void send_whole_messages(const Heap& heap, const Team& team, u
         if (team.block == 0 && team.warp() == team.num_warps() - 1) put_headers(heap, slot, messages, header, lane);
     constexpr Packet packet = Relay<Region>::DISPATCH ? Packet::PUSH : Packet::PUBLISH;
     constexpr RankRegion flags = Relay<Region>::DISPATCH ? RankRegion::expert_chunk_arrived : RankRegion::partial_chunk_arrived;
-    if (finish_packet(heap, team, packet, slot, team.num_blocks) && lane < heap.num_ranks)
+    if (finish_packet(heap, team, packet, slot, team.num_blocks) && lane < steps)
         signal(heap, {destination_of(heap, lane), offset_of(heap, flags, slot, 0, heap.pe)}, signal_word(magic, messages.rows > 0));
 }
 

@@ -57,7 +57,7 @@ struct Exchange {
     const Team team;
     const uint64_t first_magic;
 
-    __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, call.num_tokens); }
+    __device__ int first_token(int number) const { return min(cut_of(heap, call).first_token(number), call.num_tokens); }
     __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
     __device__ ExchangeResult& result() const { return *reinterpret_cast<ExchangeResult*>(call.result); }
     __device__ int first_warp() const { return team.block * team.num_warps() + team.warp(); }
@@ -101,7 +101,8 @@ __device__ inline void send(const Exchange& x, int number) {
                               x.call.top_k,
                               x.call.num_experts,
                               x.call.bound_tokens,
-                              x.call.layer};
+                              x.call.layer,
+                              x.call.edge_tokens};
     push_microbatch(x.heap, x.team, magic, routed);
 }
 
@@ -128,6 +129,7 @@ __device__ inline bool experts(const Exchange& x, int number) {
         const char* record = received.records + uint64_t(row) * x.heap.record_bytes;
         const int token = reinterpret_cast<const int32_t*>(record)[0], sender = reinterpret_cast<const int32_t*>(record)[1];
         const float factor = local_choices(x.heap, record, x.call.num_experts);
+        if (LOCAL_BYPASS && factor == 0) continue;  // an own token that no own expert needs
         char* words = received.rows + uint64_t(row) * x.heap.row_bytes;
         for (int column = lane; column < x.heap.row_bytes / 16; column += WARP) {
             const uint4 word = load_16_bytes(words + column * 16);
@@ -147,7 +149,7 @@ __device__ inline bool finish(const Exchange& x, int number) {
     x.note(number, &ExchangeMoment::sums);
     x.delay(number, 2);
     char* output = reinterpret_cast<char*>(x.call.output) + uint64_t(first) * x.heap.row_bytes;
-    for (int token = x.first_warp(); token < num_tokens; token += x.num_warps()) {
+    for (int token = x.team.number_of_warp(); token < num_tokens; token += x.team.total_warps()) {
         const int32_t* ids = reinterpret_cast<const int32_t*>(x.call.expert_ids) + (first + token) * x.call.top_k;
         int valid = 0;
         for (int choice = 0; choice < x.call.top_k; ++choice) valid += ids[choice] >= 0;

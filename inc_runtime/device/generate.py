@@ -238,10 +238,10 @@ def _world() -> str:
 
 
 def _dims() -> str:
-    types = {"model": "CommunicationModel", "world": "World"}
+    types = {"model": "CommunicationModel", "world": "World", "local_bypass": "bool"}
     fields = []
     for name, field in Dims.__dataclass_fields__.items():
-        default = "" if field.default is MISSING else f" = {field.default}"
+        default = "" if field.default is MISSING else f" = {str(field.default).lower()}"
         fields.append(f"    {types.get(name, 'int64_t')} {name}{default};")
     head = "// The sizes that every shape is made of. `ranks_per_phase` is num_ranks where the model is not phased."
     return "\n".join([head, "struct Dims {", *fields, "", "".join(_methods(Dims, SymbolicDims(""), {})) + "};\n"])

@@ -10,6 +10,11 @@ namespace inc {
 using namespace protocol;
 
 constexpr int WARP = 32;
+#if defined(INC_LOCAL_BYPASS)  // rows of a rank's own experts stay on it: local_bypass.cuh
+constexpr bool LOCAL_BYPASS = true;
+#else
+constexpr bool LOCAL_BYPASS = false;
+#endif
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 // The threads of one block that act for the PE, and the block's place among its blocks.

@@ -6,21 +6,34 @@
 // token_sums_arrived. Signals: tokens_arrived on the dispatch switch, partial_sums_ready on the combine switch. Reads: the
 // caller's tokens [n, H]. Writes: tokens_header, tokens_routing here; inbox_tokens, inbox_routing, inbox_header there. On a
 // direct link the rows go straight from the caller's memory; on NVSHMEM's they are staged in `tokens`, as the role program does.
+// With local bypass a token is one warp's, which also writes its row where this rank's own experts read it (local_bypass.cuh).
 // Why no rank calls quiet, and why a slot is free when its sums are back: see the twin.
 // Cost: one remote store per row; results/data/collectives_*.csv.
 #pragma once
 
-#include "microbatch.cuh"
+#include "local_bypass.cuh"
+#include "sums.cuh"
 
 namespace inc::inc_all_to_all {
 
-// The sums of this rank's tokens, as they stand in the slot.
+// The sums of this rank's tokens, as they stand in the slot; with local bypass the rank's own partial sum is added last.
 struct TokenSums {
     const char* rows;
+    const char* own_rows = nullptr;
+    const uint32_t* ranks = nullptr;
 
     // Sixteen bytes of the sum of a token: bfloat16, from column 8 * `column` on.
     __device__ uint4 words(const Heap& heap, int token, int column) const {
-        return load_16_bytes(rows + uint64_t(token) * heap.row_bytes + column * 16);
+        const uint64_t place = uint64_t(token) * heap.row_bytes + column * 16;
+        if constexpr (!LOCAL_BYPASS) return load_16_bytes(rows + place);
+        const uint32_t needing = ranks[token];
+        const uint4 nothing = make_uint4(0, 0, 0, 0);
+        const uint4 returned = needed_elsewhere(heap, needing) ? load_16_bytes(rows + place) : nothing;
+        const uint4 kept = needed_here(heap, needing) ? load_16_bytes(own_rows + place) : nothing;
+        float sum[8] = {};
+        add_row_words(sum, returned);
+        add_row_words(sum, kept);
+        return round_to_bf16(sum);
     }
 };
 
@@ -51,9 +64,51 @@ __device__ inline void for_each_record(const Heap& heap, const Team& team, int n
         if (cut.has_record(unit)) visit(cut.token(unit));
 }
 
+// The header of the push. One warp.
+__device__ inline void put_header(const Heap& heap, const RoutedTokens& routed, uint64_t magic, uint64_t inbox, int lane) {
+    int64_t* header = own<int64_t>(heap, RankRegion::tokens_header, slot_of(magic, heap.depth), 0);
+    write_header(heap, header, routed, magic, lane);
+    Link::put_words(heap, reinterpret_cast<const char*>(header), HEADER_FIELDS * 8, lane, 1, [&](int) {
+        return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_header, inbox)};
+    });
+}
+
+// Put one token: its record and, where another rank needs it, its row; keep the record and, where an own expert needs it, the row. The
+// row is read once. One warp.
+__device__ inline void put_and_keep_token(const Heap& heap, const RoutedTokens& routed, uint64_t slot, uint64_t inbox, int token,
+                                          int lane) {
+    const uint32_t ranks = note_ranks(heap, slot, routed, token, lane);
+    const bool here = needed_here(heap, ranks), elsewhere = needed_elsewhere(heap, ranks);
+    warp_passes_port(heap, heap.pe, Port::EGRESS, heap.record_bytes + (elsewhere ? heap.row_bytes : 0), lane);
+    const Remote record{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
+    put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), record, routed, token, lane);
+    const uint64_t kept = first_own_row(heap) + token;
+    write_record(heap, own<char>(heap, RankRegion::expert_rows_routing, slot, kept), routed, token, lane);
+    const char* source = routed.tokens + uint64_t(token) * heap.row_bytes;
+    if (here || elsewhere)
+        Link::put_row(heap, source, heap.row_bytes, lane, uint32_t(elsewhere) | uint32_t(here) << 1, [&](int copy) {
+            return copy ? Remote{heap.pe, offset_of(heap, RankRegion::expert_rows, slot, kept)}
+                        : Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_tokens, inbox, token)};
+        });
+}
+
+// With local bypass. Every block has a part in the packet, also with few tokens.
+__device__ inline void put_and_keep_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed,
+                                           uint64_t inbox) {
+    const uint64_t slot = slot_of(magic, heap.depth);
+    const int lane = team.lane();
+    for (int token = team.number_of_warp(); token < routed.num_tokens; token += team.total_warps())
+        put_and_keep_token(heap, routed, slot, inbox, token, lane);
+    if (team.block == team.num_blocks - 1 && team.warp() == team.num_warps() - 1) put_header(heap, routed, magic, inbox, lane);
+    if (finish_packet(heap, team, Packet::PUSH, slot, team.num_blocks) && lane == 0)
+        signal(heap, {heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::tokens_arrived, slot, heap.pe)},
+               signal_word(magic, routed.num_tokens > 0));
+}
+
 // Put the microbatch into slot `inbox` of the dispatch switch: one packet. Every block of the team calls it; returns before it has
 // landed.
 __device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed, uint64_t inbox) {
+    if constexpr (LOCAL_BYPASS) return put_and_keep_tokens(heap, team, magic, routed, inbox);
     const uint64_t slot = slot_of(magic, heap.depth);
     const PushUnits cut = units_of_push(heap, team, routed.num_tokens);
     if (team.block >= cut.num_blocks) return;
@@ -79,13 +134,7 @@ __device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t m
             return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_tokens, inbox, token) + first_byte};
         });
     }
-    if (team.block == cut.num_blocks - 1 && team.warp() == team.num_warps() - 1) {
-        int64_t* header = own<int64_t>(heap, RankRegion::tokens_header, slot, 0);
-        write_header(heap, header, routed, magic, lane);
-        Link::put_words(heap, reinterpret_cast<const char*>(header), HEADER_FIELDS * 8, lane, 1, [&](int) {
-            return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_header, inbox)};
-        });
-    }
+    if (team.block == cut.num_blocks - 1 && team.warp() == team.num_warps() - 1) put_header(heap, routed, magic, inbox, lane);
     if (finish_packet(heap, team, Packet::PUSH, slot, cut.num_blocks) && lane == 0)
         signal(heap, {heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::tokens_arrived, slot, heap.pe)},
                signal_word(magic, routed.num_tokens > 0));
@@ -103,6 +152,10 @@ __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, 
     if (!wait_until(heap, team, flag, Tag::EXPERT_ROWS, magic)) return false;
     const int64_t* header = own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, 0);
     const int num_rows = has_payload(load_word(flag)) ? int(header[Header::NUM_ROWS]) : 0;
+    if constexpr (LOCAL_BYPASS) {
+        received = with_own_rows(heap, team, slot, num_rows);
+        return true;
+    }
     received = {own<char>(heap, RankRegion::expert_rows, slot), own<char>(heap, RankRegion::expert_rows_routing, slot), num_rows};
     return true;
 }
@@ -122,6 +175,10 @@ __device__ inline bool wait_for_token_sums(const Heap& heap, const Team& team, u
     const uint64_t slot = slot_of(magic, heap.depth);
     if (!wait_until(heap, team, own<char>(heap, RankRegion::token_sums_arrived, slot, 0), Tag::TOKEN_SUMS, magic)) return false;
     sums.rows = own<char>(heap, RankRegion::token_sums, slot);
+    if constexpr (LOCAL_BYPASS) {
+        sums.own_rows = own<char>(heap, RankRegion::expert_rows, slot, first_own_row(heap));
+        sums.ranks = ranks_of_own_tokens(heap, slot);
+    }
     return true;
 }
 

@@ -27,6 +27,7 @@ __device__ inline void push_microbatch(const Heap& heap, const Team& team, uint6
 __device__ inline int rows_received(const Heap& heap, uint64_t magic, int lane) {
     const uint64_t slot = slot_of(magic, heap.depth);
     if (lane >= heap.num_ranks) return 0;
+    if (LOCAL_BYPASS && lane == heap.pe) return num_own_tokens(heap, slot);
     const uint64_t word = load_word(own<char>(heap, RankRegion::expert_rows_arrived, slot, 0, lane));
     if (word != signal_word(magic, true)) return 0;
     return int(own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, lane)[Header::NUM_ROWS]);

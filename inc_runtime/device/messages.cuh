@@ -63,6 +63,11 @@ __device__ inline Messages messages_to(const Heap& heap, int rows_for, int lane)
     return messages;
 }
 
+// Chunks that leave this rank. With local bypass those of the message to itself, the last one, do not.
+__device__ inline int chunks_to_others(const Heap& heap, const Messages& messages) {
+    return LOCAL_BYPASS ? __shfl_sync(ALL_LANES, messages.end, heap.num_ranks - 2) : messages.total_chunks;
+}
+
 // Of these messages only the one to `destination`.
 __device__ inline Messages only_message_to(const Heap& heap, const Messages& all, int destination, int lane) {
     const int step = (destination - heap.pe - 1 + heap.num_ranks) % heap.num_ranks;
@@ -70,20 +75,21 @@ __device__ inline Messages only_message_to(const Heap& heap, const Messages& all
     return {all.rows, lane >= step ? chunks : 0, chunks};
 }
 
-// Wait for every chunk of the messages of all ranks. `flags`: chunk 0 of rank 0's message here. First chunk 0 of each; then
+// Wait for every chunk of the messages of `senders`, a mask of ranks. `flags`: chunk 0 of rank 0's message here. First chunk 0 of each; then
 // `rows_of()` says in the lane of each rank how many rows its message has, which every warp calls. Returns false after an abort.
 template <class RowsOf>
-__device__ inline bool wait_for_messages(const Heap& heap, const Team& team, RankRegion flags, uint64_t magic, Tag tag,
-                                         RowsOf rows_of) {
+__device__ inline bool wait_for_messages(const Heap& heap, const Team& team, RankRegion flags, uint32_t senders, uint64_t magic,
+                                         Tag tag, RowsOf rows_of) {
     constexpr int AT_ONCE = WARP - 1;  // the last lane watches the abort word
     const uint64_t slot = slot_of(magic, heap.depth);
     const Place& place = place_of(heap, flags);
-    const Watch first{own<char>(heap, flags, slot), place.stride[2], every_rank(heap), true, tag, magic, nullptr};
+    const Watch first{own<char>(heap, flags, slot), place.stride[2], senders, true, tag, magic, nullptr};
     if (wait_until_some(heap, team, first).outcome != Outcome::ARRIVED) return false;
     const int rows = rows_of();
     bool good = true;
     int window = 0;
     for (int rank = 0; rank < heap.num_ranks; ++rank) {
+        if (LOCAL_BYPASS && !(senders >> rank & 1)) continue;
         const int chunks = num_chunks(heap, __shfl_sync(ALL_LANES, rows, rank));
         for (int chunk = 1; good && chunk < chunks; chunk += AT_ONCE, ++window) {
             if (window % team.num_warps() != team.warp()) continue;

@@ -3,7 +3,7 @@
 // Each chunk of a message is one packet of one warp into a cell of the relay. The chunks of one microbatch are numbered through,
 // message by message, and dealt to the warps of all blocks in turn; a warp waits for the credit of the cell that its chunk's number
 // gives. Waits on: relay_credits. Signals: relay_arrived. Writes: relay_chunk, relay_header, relay_rows, relay_routing on the relay;
-// chunk_header here.
+// chunk_header here. With local bypass the chunks of the message to this rank itself are written in place, without a credit.
 // Cost: one remote store per row, a fence and a flag per chunk.
 #pragma once
 
@@ -106,6 +106,27 @@ __device__ inline void send_chunk(const Heap& heap, uint64_t chunk, uint64_t mag
         signal(heap, {relay, offset_of(heap, Region::relay_arrived, heap.pe, cell)}, signal_word(chunk, part.num_rows > 0));
 }
 
+// Write one chunk of the dispatch message to this rank itself where the relay would, and raise its word. One warp.
+template <class RowAt, class RecordAt>
+__device__ inline void keep_chunk(const Heap& heap, uint64_t magic, const Messages& messages, const ChunkOf& part,
+                                  const char* header, RowAt row_at, RecordAt record_at, int lane) {
+    const uint64_t slot = slot_of(magic, heap.depth);
+    const int message_rows = __shfl_sync(ALL_LANES, messages.rows, part.step);
+    for (int row = part.first_row; row < part.first_row + part.num_rows; ++row) {
+        Link::put_words(heap, record_at(row), heap.record_bytes, lane, 1, [&](int) { return record_on(heap, heap.pe, slot, row); });
+        Link::put_row(heap, row_at(row), heap.row_bytes, lane, 1,
+                      [&](int) { return row_on<DispatchSwitchRegion>(heap, heap.pe, slot, row); });
+    }
+    if (part.number == 0 && message_rows && lane < HEADER_FIELDS) {
+        int64_t* kept = own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, heap.pe);
+        kept[lane] = lane == Header::NUM_ROWS ? message_rows : reinterpret_cast<const int64_t*>(header)[lane];
+    }
+    finish_warp_packet();
+    if (lane == 0)
+        signal(heap, {heap.pe, offset_of(heap, RankRegion::expert_chunk_arrived, slot, 0, heap.pe, part.number)},
+               signal_word(magic, part.num_rows > 0));
+}
+
 // Send all chunks of one microbatch, those of this team's warps. All blocks have met since `number_chunks`.
 template <class Region, class RowAt, class RecordAt>
 __device__ inline void send_messages(const Heap& heap, const Team& team, uint64_t magic, const Messages& messages,
@@ -113,7 +134,9 @@ __device__ inline void send_messages(const Heap& heap, const Team& team, uint64_
     if constexpr (DIRECT) return send_whole_messages<Region>(heap, team, magic, messages, header, row_at, record_at);
     const int lane = team.lane();
     const uint64_t before = workspace(heap).chunks_before[Relay<Region>::INDEX][slot_of(magic, heap.depth)];
-    for (int i = team.number_of_warp(); i < messages.total_chunks; i += team.total_warps()) {
+    const int leaving = chunks_to_others(heap, messages);
+    int i = team.number_of_warp();
+    for (; i < leaving; i += team.total_warps()) {
         const uint64_t chunk = before + 1 + i;
         if (!wait_for_credit<Region>(heap, chunk, magic, lane)) return;
         const ChunkOf part = messages.chunk(heap, i, lane);
@@ -122,6 +145,11 @@ __device__ inline void send_messages(const Heap& heap, const Team& team, uint64_
             heap, chunk, magic, messages, part, header, [&](int row) { return row_at(destination, row); },
             [&](int row) { return record_at(destination, row); }, lane);
     }
+    if constexpr (LOCAL_BYPASS && Relay<Region>::DISPATCH)
+        for (; i < messages.total_chunks; i += team.total_warps())
+            keep_chunk(
+                heap, magic, messages, messages.chunk(heap, i, lane), header, [&](int row) { return row_at(heap.pe, row); },
+                [&](int row) { return record_at(heap.pe, row); }, lane);
 }
 
 }  // namespace inc

@@ -315,9 +315,7 @@ class TimedPe(SimulatedPe):
         sim, plan = self.simulation, self.plan
         rows = sum(len(piece.target) for piece in pieces)
         if plan.scenario.network.local_bypass:
-            loads = sim.loads(magic)
-            share = float(loads.rows[peer, peer]) / max(1, int(loads.received[peer]))
-            rows -= round(rows * share)
+            rows -= self._own_rows_of(peer, pieces, magic)
         num_bytes = rows * plan.combine_row_bytes
         event = Event(self.pe, "get", pieces[0].region, magic, sim.now, sim.now, peer, rows, num_bytes, num_bytes, True)
         self.trace.add(event)
@@ -340,6 +338,15 @@ class TimedPe(SimulatedPe):
             group = min(plan.scenario.ranks_per_phase, num_ranks - served % num_ranks)
             phase = Phase(served, [flag.index[1] for flag in self.requests[served : served + group]])
         sim.network.pull(self.pe, peer, num_bytes, magic, arriving, phase)
+
+    def _own_rows_of(self, peer: int, pieces: Sequence[Piece], magic: int) -> int:
+        """Of the rows of a pull, those that a local bypass keeps on `peer`, their owner: its run, or its share of a packet."""
+        dims, lengths = self.layout.dims, [len(piece.target) for piece in pieces]
+        if dims.model.phased:
+            runs = [cast("slice", piece.index[1]).start // dims.dispatch_plane_tokens % dims.num_ranks for piece in pieces]
+            return sum(length for run, length in zip(runs, lengths, strict=True) if run == peer)
+        loads = self.simulation.loads(magic)
+        return round(sum(lengths) * float(loads.rows[peer, peer]) / max(1, int(loads.received[peer])))
 
     def quiet(self) -> None:
         """Switches go on, as their ports work on their own and pull from all ranks at once; what reuses memory starts later.

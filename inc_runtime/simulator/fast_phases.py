@@ -196,7 +196,9 @@ class PhasedCombine(Puller):
         while ready:
             rank = ready.popleft()
             self.pending.remove(rank)
-            self.pull(rank, self.rows[rank] - self.home(rank, self.rows[rank], self.number), self.number, phase)
+            own = self.switches.bypass and rank in phase.owners
+            home = self.switches.layer.loads[self.number].plane_rows[self.plane, rank, rank] if own else 0
+            self.pull(rank, self.rows[rank] - home, self.number, phase)
             if self.overhead_us:
                 switches.layer.at(switches.layer.now + self.overhead_us, lambda: self._pull_batch(ready))
                 return

@@ -11,7 +11,8 @@ namespace inc {
 
 __device__ inline bool combine_microbatch(const Heap& heap, const Team& team, const LayerArguments& arguments, uint64_t magic,
                                           int first_token, int num_tokens) {
-  constexpr int PIECES = RELAYED ? 1 : LOADS_IN_FLIGHT;  // a piece of a relayed sum is several loads
+  // A piece of a relayed sum is several loads, one of a sum with the own partial sum two.
+  constexpr int PIECES = RELAYED ? 1 : LOCAL_BYPASS ? LOADS_IN_FLIGHT / 2 : LOADS_IN_FLIGHT;
   TokenSums sums;
   if (!wait_for_token_sums(heap, team, magic, sums)) return false;
   char* output = pointer<char>(arguments.output) + uint64_t(first_token) * heap.row_bytes;

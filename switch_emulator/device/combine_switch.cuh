@@ -70,14 +70,17 @@ __device__ inline void sum_part(uint32_t members, RowAt row_at, int num_bytes, f
     }
 }
 
+// Whether a token of no rank is returned, as zeros, in this pass. With local bypass nothing is.
+__device__ inline bool returns_zeros(uint32_t members, const Pass& pass) { return !LOCAL_BYPASS && members == 0 && pass.done == 0; }
+
 // Pull and add one part of one token in one pass; return it to its owner once no rank is missing. `first_row`: of the owner's run
 // on every expert rank, where each has its own. One warp.
 __device__ inline void combine_token(const Heap& heap, const Team& team, const RegroupShared& shared, const Tile& tile,
                                      const Pass& pass, int index, int part, int part_bytes, uint64_t slot,
                                      uint64_t first_row) {
     const uint32_t members = tile.mask[index], pulled = members & pass.ready;
-    const bool complete = (members & ~(pass.ready | pass.done)) == 0, first = pass.done == 0;
-    if (pulled == 0 && !(members == 0 && first)) return;
+    const bool complete = (members & ~(pass.ready | pass.done)) == 0;
+    if (pulled == 0 && !returns_zeros(members, pass)) return;
     const int token = tile.begin + index, owner = sender_of(shared, token), row = token - shared.first[owner];
     const int* rows = tile.rows + index * heap.num_ranks;
     const uint64_t expert_rows = offset_of(heap, RankRegion::expert_rows, slot, first_row) + part * part_bytes;
@@ -120,8 +123,8 @@ __device__ inline void combine_tile(const Heap& heap, const Team& team, const Re
                        [&](int at, int rank) { return tile.mask[at / parts] & pass.ready & 1u << rank ? 1 : 0; });
             pass_ports(heap, Port::INGRESS, unit, end, step, part_bytes, lane, [&](int at, int rank) {
                 const uint32_t members = tile.mask[at / parts];
-                const bool complete = (members & ~(pass.ready | pass.done)) == 0, first = pass.done == 0;
-                const bool now = complete && (members & pass.ready || (members == 0 && first));
+                const bool complete = (members & ~(pass.ready | pass.done)) == 0;
+                const bool now = complete && (members & pass.ready || returns_zeros(members, pass));
                 return now && sender_of(shared, tile.begin + at / parts) == rank ? 1 : 0;
             });
         }

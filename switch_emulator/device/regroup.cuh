@@ -176,13 +176,14 @@ __device__ inline const char* record_of(const Heap& heap, const Senders& senders
     return senders.records + sender * senders.record_stride + uint64_t(token - shared.first[sender]) * heap.record_bytes;
 }
 
-// The expert ranks that need a token.
+// The expert ranks that get a token from a switch: those that need it, with local bypass without its sender.
 __device__ inline uint32_t ranks_of_token(const Heap& heap, const Senders& senders, const RegroupShared& shared, int token) {
     const int sender = sender_of(shared, token);
     const int32_t* ids = reinterpret_cast<const int32_t*>(record_of(heap, senders, shared, token, sender) +
                                                           RoutingRecord::expert_ids_offset(heap.top_k));
-    return ranks_of_token(heap, expert_owners(shared.num_experts, heap.num_ranks), ids, heap.top_k, senders.tag, senders.magic,
-                          sender, token - shared.first[sender]);
+    const uint32_t ranks = ranks_of_token(heap, expert_owners(shared.num_experts, heap.num_ranks), ids, heap.top_k, senders.tag,
+                                          senders.magic, sender, token - shared.first[sender]);
+    return LOCAL_BYPASS ? ranks & ~(1u << sender) : ranks;
 }
 
 // Count the rows of each rank in this block's run and tell the other blocks. Every block that takes part calls it, behind a

@@ -55,13 +55,13 @@ __device__ inline void forward_records(const Heap& heap, int sender, uint64_t ce
     });
 }
 
-// Count a chunk that has left, and close the phase of its request once all W messages of it have. The counter holds messages begun
+// Count a chunk that has left, and close the phase of its request once all W messages of it have, W - 1 with local bypass. The counter holds messages begun
 // in its upper half, and in the lower the chunks that they still lack; the order of chunks does not matter. One thread.
 template <class Region>
 __device__ inline void count_chunk(const Heap& heap, int sender, int destination, uint64_t magic, uint64_t number,
                                    int message_rows) {
     const int rank = Relay<Region>::DISPATCH ? sender : destination;
-    const uint64_t slot = slot_of(magic, heap.depth), all = uint64_t(heap.num_ranks) << 32;
+    const uint64_t slot = slot_of(magic, heap.depth), all = uint64_t(heap.num_ranks - LOCAL_BYPASS) << 32;
     const uint64_t more = number == 0 ? (1ull << 32) + num_chunks(heap, message_rows) - 1 : ~0ull;
     unsigned long long* left = reinterpret_cast<unsigned long long*>(&workspace(heap).chunks_left[slot][rank]);
     if (atomicAdd(left, (unsigned long long)more) + more != all) return;

@@ -52,9 +52,9 @@ def check_case(job: NvshmemJob, case: Case) -> list[str]:
     return problems or [] if worst < RELATIVE_BOUND else [f"relative error {worst}"]
 
 
-def check_fault(job: NvshmemJob) -> list[str]:
+def check_fault(job: NvshmemJob, local_bypass: bool) -> list[str]:
     """A logit of rank 1 is not a number: it says so, and every other rank hears of it from its own kernel alone."""
-    case = Case("fault", SMALL, Pipeline(64, 16, 4), ((64,) * job.world.num_ranks,))
+    case = Case("fault", SMALL, Pipeline(64, 16, 4, local_bypass=local_bypass), ((64,) * job.world.num_ranks,))
     layer = Layer(job, case)
     seen = ""
     try:
@@ -77,9 +77,10 @@ def check_fault(job: NvshmemJob) -> list[str]:
     return [f"PE {pe} says {text!r}" for pe, text in enumerate(everyone) if "rank 1" not in text]
 
 
-def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
+def check_bits(job: NvshmemJob, repeats: int, local_bypass: bool) -> list[str]:
     """The same tokens give the same bits in rank order, whatever comes first; the grid varies."""
-    case = Case("bits", OLMOE, Pipeline(700, 128, 4, sum_order=SumOrder.RANK), ((700,) * job.world.num_ranks,))
+    pipeline = Pipeline(700, 128, 4, sum_order=SumOrder.RANK, local_bypass=local_bypass)
+    case = Case("bits", OLMOE, pipeline, ((700,) * job.world.num_ranks,))
     layer = Layer(job, case)
     problems: list[str] = []
     first = None
@@ -99,10 +100,11 @@ def check_bits(job: NvshmemJob, repeats: int) -> list[str]:
     return problems
 
 
-def check_graph(job: NvshmemJob, num_layers: int, replays: int) -> list[str]:
+def check_graph(job: NvshmemJob, num_layers: int, replays: int, local_bypass: bool) -> list[str]:
     """Several calls captured as the first thing this layer does, replayed with fewer and more tokens, other inputs and masks."""
     n = 300
-    case = Case("graph", SMALL, Pipeline(n, 64, 4), ((n,) * job.world.num_ranks,) * (replays + 1), masked=True)
+    pipeline = Pipeline(n, 64, 4, local_bypass=local_bypass)
+    case = Case("graph", SMALL, pipeline, ((n,) * job.world.num_ranks,) * (replays + 1), masked=True)
     layer = Layer(job, case)
     problems: list[str] = []
     if layer.kernel is not None:
@@ -137,10 +139,10 @@ def check_graph(job: NvshmemJob, num_layers: int, replays: int) -> list[str]:
 
 
 def timed_case(spec: str, num_ranks: int, model: CommunicationModel, group: int) -> Case:
-    """The OLMoE layer for a specification N:m_b:D."""
-    num_tokens, microbatch_tokens, depth = map(int, spec.split(":"))
-    pipeline = Pipeline(num_tokens, microbatch_tokens, depth, ranks_per_phase=group)
-    return Case(f"{model.value} N:m_b:D = {spec}", OLMOE, pipeline, ((num_tokens,) * num_ranks,), model)
+    """The OLMoE layer for a specification N:m_b:D or N:m_b:D:edge."""
+    num_tokens, microbatch_tokens, depth, *edge = map(int, spec.split(":"))
+    pipeline = Pipeline(num_tokens, microbatch_tokens, depth, ranks_per_phase=group, edge_tokens=edge[0] if edge else None)
+    return Case(f"{model.value} N:m_b:D:edge = {spec}", OLMOE, pipeline, ((num_tokens,) * num_ranks,), model)
 
 
 def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
@@ -216,28 +218,32 @@ def main() -> None:
     parser.add_argument("--model", type=CommunicationModel, default=CommunicationModel.INC_ALL_TO_ALL)
     parser.add_argument("--group", type=int, default=1, help="ranks per phase of a measurement")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
+    parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D or N:m_b:D:edge, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
+    parser.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
     parser.add_argument("--output", type=Path, help="where the trace goes, for results/plot_stage_timeline.py")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
+    bypass = options.local_bypass
     world = World(options.ranks, options.switches, options.switches)
     with NvshmemJob.join(world, options.slab_mib << 20, options.placement) as job:
         good = True
         if "right" in options.properties:
             for case in cases(options.ranks, options.model):
-                case = replace(case, copies_rows=options.copies_rows)
+                pipeline = replace(case.pipeline, local_bypass=bypass)
+                case = replace(case, pipeline=pipeline, copies_rows=options.copies_rows)
                 good &= report(job, case.name, check_case(job, case))
         if "bits" in options.properties:
-            good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats))
+            good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats, bypass))
         if "graph" in options.properties:
-            good &= report(job, "16 captured calls, replayed with other tokens and masks", check_graph(job, 16, 6))
+            good &= report(job, "16 captured calls, replayed with other tokens and masks", check_graph(job, 16, 6, bypass))
         if "fault" in options.properties:
-            good &= report(job, "a logit that is not a number is reported by every PE", check_fault(job))
+            good &= report(job, "a logit that is not a number is reported by every PE", check_fault(job, bypass))
         for spec in options.tokens.split(","):
             case = timed_case(spec, options.ranks, options.model, options.group)
             case = replace(case, copies_rows=options.copies_rows, rank_port_gbps=options.rank_port_gbps)
+            case = replace(case, pipeline=replace(case.pipeline, local_bypass=bypass))
             if "trace" in options.properties:
                 show_trace(job, case, options.output)
             if "time" in options.properties:

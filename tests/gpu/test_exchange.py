@@ -53,6 +53,10 @@ def test_every_region_equals_that_of_the_role_programs_after_every_call(placemen
     assert "FAILED" not in run_job(placement, "parity")
 
 
+def test_with_local_bypass_regions_rows_and_faults_are_right_too():
+    assert "FAILED" not in run_job("one_gpu", "parity", "stress", "faults", "--local-bypass")
+
+
 @pytest.mark.parametrize("placement", ["one_gpu", "scale_model"])
 def test_nvshmem_verbs_leave_the_same_bytes_as_direct_stores(placement):
     assert "FAILED" not in run_job(placement, "nvshmem")

@@ -24,9 +24,10 @@ def run_job(model: CommunicationModel, *properties: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("bypass", [(), ("--local-bypass",)], ids=["", "local bypass"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.value)
-def test_every_case_is_right(model):
-    assert "FAILED" not in run_job(model, "right")
+def test_every_case_is_right(model, bypass):
+    assert "FAILED" not in run_job(model, "right", *bypass)
 
 
 def test_sums_in_rank_order_repeat_their_bits_over_50_jittered_calls():

@@ -31,6 +31,8 @@ KERNELS = {
 }
 """Registers that a thread may use, so that a block of the launch's size fits; a clerk is a warp more."""
 
+BYPASS = ("INC_LOCAL_BYPASS",)
+
 
 @pytest.fixture(scope="module")
 def cache_folder(tmp_path_factory):
@@ -41,9 +43,9 @@ def cache_folder(tmp_path_factory):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
-@pytest.mark.parametrize("source", KERNELS)
-def test_kernels_compile_for_hopper_without_spills(cache_folder, source):
-    found = {r.kernel: r for r in build(ROOT / source, Verbs.DIRECT, "sm_90a").resources}
+@pytest.mark.parametrize(("source", "defines"), [*((source, ()) for source in KERNELS), (next(iter(KERNELS)), BYPASS)])
+def test_kernels_compile_for_hopper_without_spills(cache_folder, source, defines):
+    found = {r.kernel: r for r in build(ROOT / source, Verbs.DIRECT, "sm_90a", defines=defines).resources}
     for kernel, most in KERNELS[source].items():
         print(f"{kernel}: {found[kernel].registers} registers")
         assert found[kernel].spill_bytes == 0 and found[kernel].stack_bytes == 0
@@ -51,9 +53,10 @@ def test_kernels_compile_for_hopper_without_spills(cache_folder, source):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+@pytest.mark.parametrize("defines", [(), BYPASS], ids=["", "local bypass"])
 @pytest.mark.parametrize("model", [model for model in CommunicationModel if "all_to_all" in model.value], ids=lambda m: m.value)
-def test_a_rank_compiles_for_every_model_without_spills(cache_folder, model):
-    built = build(ROOT / "inc_runtime" / "device" / "exchange_kernel.cu", Verbs.DIRECT, "sm_90a", model)
+def test_a_rank_compiles_for_every_model_without_spills(cache_folder, model, defines):
+    built = build(ROOT / "inc_runtime" / "device" / "exchange_kernel.cu", Verbs.DIRECT, "sm_90a", model, defines=defines)
     assert all(r.spill_bytes == 0 and r.stack_bytes == 0 and r.registers <= 128 for r in built.resources)
 
 

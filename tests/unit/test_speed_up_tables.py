@@ -60,11 +60,25 @@ def test_of_two_rows_of_one_implementation_the_shorter_counts() -> None:
     assert best(rows)["megakernel", 8]["value"] == "2"
 
 
+def test_rows_with_local_bypass_are_a_series_of_their_own(tmp_path: Path) -> None:
+    path = data_file(tmp_path)
+    with path.open("a", newline="") as file:
+        for name, value in (("megakernel", 300.0), ("megakernel_inc", 200.0)):
+            row = {"source": "measured_gpu", "implementation": name, "num_tokens": 1024, "microbatch_tokens": 512}
+            row |= {"metric": "layer_time", "value": value, "unit": "us", "local_bypass": "1"}
+            csv.DictWriter(file, COLUMNS, restval="").writerow(row)
+    text = table(path)
+    assert "| megakernel | 0.500 (m_b 256) |" in text and "| megakernel, local bypass | 0.300 (m_b 512) |" in text
+    assert "| Baseline to MegaKernel | 1.80 |" in text and "| Baseline to MegaKernel, local bypass |  |" in text
+
+
 def test_every_implementation_is_measured_at_every_size_and_cut() -> None:
-    options = argparse.Namespace(tokens=[1024, 65536], microbatches=[256, 1024, 2048], groups=[1, 2], depth=4)
+    options = argparse.Namespace(tokens=[1024, 65536], microbatches=[256, 1024, 2048], groups=[1, 2], edges=[0, 256], depth=4)
+    options.local_bypass = False
     found = points(options)
     assert {point.implementation for point in found} == set(Implementation)
     keys = [point.key for point in found]
     assert len(set(keys)) == len(keys)
-    assert ("megakernel_inc_phased", "65536", "2048", "2") in keys and ("megakernel", "1024", "256", "") in keys
+    assert ("megakernel_inc_phased", "65536", "2048", "2", "256", "") in keys
+    assert ("megakernel", "1024", "256", "", "", "") in keys
     assert not [key for key in keys if key[1:3] in (("1024", "2048"), ("65536", "256"))], "beyond the batch, or 256 of them"
