@@ -63,8 +63,8 @@ def say(text: str) -> None:
 def draw_weights(shares: int, hidden_size: int) -> None:
     """Let vLLM's loader of dummy weights draw such that the experts matter. Call it before the engine is made.
 
-    Values are bfloat16 in any dtype of the model, with a spread that leaves rows alike in any size. `shares`: of the experts on one
-    rank, drawn apart: as many ranks would hold.
+    Values are bfloat16 in any dtype of the model, with a spread that leaves rows alike in any size. `shares`: of the experts
+    on one rank, drawn apart: as many ranks would hold.
     """
     import torch
     from vllm.distributed import get_ep_group
