@@ -41,16 +41,16 @@ LAYER = launch_megakernel.SOURCE
 BYPASS = ("INC_LOCAL_BYPASS",)
 VARIANTS = [
     *PRODUCTS,
-    Variant("megakernel", LAYER, 128, 256, Model.INC_ALL_TO_ALL),
-    Variant("megakernel", LAYER, 128, 256, Model.INC_ALL_TO_ALL, ("INC_COPIES_ROWS",)),
-    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL_PHASED),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL, ("INC_DIRECT",)),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL_PHASED),
-    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL, BYPASS),
+    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, ("INC_COPIES_ROWS",)),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL_PHASED),
+    Variant("megakernel", LAYER, 128, 1280, Model.ALL_TO_ALL),
+    Variant("megakernel", LAYER, 128, 1536, Model.ALL_TO_ALL, ("INC_DIRECT",)),
+    Variant("megakernel", LAYER, 128, 1792, Model.ALL_TO_ALL_PHASED),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, BYPASS),
     Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL_PHASED, BYPASS),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL, BYPASS),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL_PHASED, BYPASS),
+    Variant("megakernel", LAYER, 128, 1280, Model.ALL_TO_ALL, BYPASS),
+    Variant("megakernel", LAYER, 128, 2304, Model.ALL_TO_ALL_PHASED, BYPASS),
 ]
 
 
