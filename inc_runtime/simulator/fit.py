@@ -51,6 +51,9 @@ STARTS = {
 PULL = 0.05
 """Weight of the pull to the start: a parameter moved by a factor e costs as much as an error of 5 % at one point."""
 MAX_STEPS = 25
+MOST_OF_A_KIND, MOST_MICROBATCHES = 8, 32
+"""A fit sees at most so many layers of a file and implementation, of at most so many microbatches: it predicts each some
+hundred times."""
 MEANS = {
     "link": ("port_gbps", 1.0),
     "signal_latency": ("latency_us", 1.0),
@@ -156,7 +159,16 @@ class Points:
 
     @property
     def fused(self) -> list[LayerPoint]:
-        return [p for p in self.layers if p.scenario.fused]
+        """Layers of one kernel that a fit sees, evenly over those of each file and implementation; the others are predicted."""
+        kinds: dict[tuple[str, str], list[LayerPoint]] = {}
+        for p in self.layers:
+            if p.scenario.fused and p.scenario.pipeline.num_microbatches <= MOST_MICROBATCHES:
+                kinds.setdefault((p.file, p.scenario.implementation.value), []).append(p)
+        found = []
+        for own in kinds.values():
+            places = np.linspace(0, len(own) - 1, min(len(own), MOST_OF_A_KIND)).round().astype(int)
+            found += [own[place] for place in places]
+        return found
 
     def seen(self) -> list[Point]:
         """What a fit has seen."""
