@@ -79,6 +79,12 @@ def bypass_define(dims: Dims) -> list[str]:
     return ["INC_LOCAL_BYPASS"] * dims.local_bypass
 
 
+def model_options(dims: Dims) -> list[str]:
+    """Options of the compiler that make a kernel of the ranks one of this heap."""
+    names = ["INC_RELAYED"] * (not dims.model.in_network) + ["INC_PHASED"] * dims.model.phased
+    return [f"-D{name}" for name in [*names, *["INC_DIRECT"] * dims.direct, *bypass_define(dims)]]
+
+
 def nvshmem_folder() -> Path:
     """The `nvidia/nvshmem` folder of the installed wheel. Raises BuildError."""
     spec = importlib.util.find_spec("nvidia")

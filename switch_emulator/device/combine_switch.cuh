@@ -161,7 +161,7 @@ __device__ inline void signal_combined(const Heap& heap, const RegroupShared& sh
         const bool payload = shared.first[lane + 1] > shared.first[lane];
         signal(heap, {lane, offset_of(heap, RankRegion::token_sums_arrived, slot, 0)}, signal_word(magic, payload));
     }
-    if (lane == 0) *own<uint64_t>(heap, CombineSwitchRegion::magic) = magic;
+    if (lane == 0) advance_counter(own<uint64_t>(heap, CombineSwitchRegion::magic), magic);
 }
 
 // The run of tokens of one block, and how far it is.

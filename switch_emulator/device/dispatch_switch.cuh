@@ -167,7 +167,7 @@ __device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& 
     if (lane == 0) {
         signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_arrived, slot, 0)},
                signal_word(magic, true));
-        *own<uint64_t>(heap, DispatchSwitchRegion::magic) = magic;
+        advance_counter(own<uint64_t>(heap, DispatchSwitchRegion::magic), magic);
     }
 }
 

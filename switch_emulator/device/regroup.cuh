@@ -34,6 +34,11 @@ struct Senders {
 // number of the job when phased; blocks are never MAX_DEPTH packets apart.
 __device__ inline uint64_t ring_of(uint64_t key) { return key % MAX_DEPTH; }
 
+// The counter of a switch, behind a packet that is done: another block may have finished a later one before.
+__device__ inline void advance_counter(uint64_t* counter, uint64_t magic) {
+    atomicMax(reinterpret_cast<unsigned long long*>(counter), (unsigned long long)magic);
+}
+
 struct RegroupShared {
     int first[MAX_RANKS + 1];   // number of the first token of each sender; the last entry is the number of tokens
     int before[MAX_RANKS];      // rows of each expert rank before the next tile

@@ -80,12 +80,14 @@ def parity_cases(num_ranks: int, model: CommunicationModel, group: int, local_by
     ]
 
 
-def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs, model: CommunicationModel) -> list[str]:
+def differing_regions(
+    seen_regions: dict[str, np.ndarray], wanted: dict[str, np.ndarray], verbs: Verbs, model: CommunicationModel
+) -> list[str]:
     """Regions whose bytes differ, with the first place."""
     skipped = ONLY_ON_THE_HOST | ONLY_ON_GPUS | (STAGING if verbs is Verbs.DIRECT else set())
     skipped |= BY_ARRIVAL[model.in_network] if model.phased else set()
     found = []
-    for name, seen in heap.snapshot().items():
+    for name, seen in seen_regions.items():
         if name in skipped:
             continue
         unequal = np.flatnonzero(seen.reshape(-1).view("u1") != wanted[name].reshape(-1).view("u1"))
@@ -110,7 +112,7 @@ def check_parity(job: NvshmemJob, case: Case, verbs: Verbs, rank_port_gbps: floa
                 problems.append(f"call {call}: output differs")
         job.barrier()
         heap.check()
-        problems += [f"call {call}: {text}" for text in differing(heap, memory[job.pe], verbs, case.model)]
+        problems += [f"call {call}: {text}" for text in differing_regions(heap.snapshot(), memory[job.pe], verbs, case.model)]
         job.barrier()
     stop(job, heap, switch)
     return problems
