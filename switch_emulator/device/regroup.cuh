@@ -154,7 +154,8 @@ __device__ inline bool try_to_open(const Heap& heap, const Team& team, const Wat
                 num_blocks = blocks_for(heap, team, shared);
             if (lane == 0 && num_blocks) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
         } else {
-            part_of_word(load_word_of_gpu(&opened), watch.magic, team.block, num_blocks);
+            // One lane looks for all, as the first block may write meanwhile.
+            part_of_word(__shfl_sync(ALL_LANES, load_word_of_gpu(&opened), 0), watch.magic, team.block, num_blocks);
             if (num_blocks && !read_headers(heap, senders, false, shared, lane)) num_blocks = 0;
         }
         if (lane == 0) shared.outcome = Outcome::ARRIVED, shared.num_blocks = num_blocks;

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from inc_runtime.compile_cache import Verbs, model_options
+from inc_runtime.config import SumOrder
 from inc_runtime.device.arguments import (
     ERROR_RECORD,
     EXCHANGE_ARGUMENTS,
@@ -27,8 +28,7 @@ from inc_runtime.device.arguments import (
     header_text,
     heap_argument,
 )
-from inc_runtime.config import SumOrder
-from inc_runtime.heap_layout import BF16, STARTS_AT_ZERO, Dims, HeapLayout, Kind
+from inc_runtime.heap_layout import BF16, STARTS_AT_ZERO, Dims, Kind
 from inc_runtime.protocol import Role, World
 from switch_emulator.launch_switch import has_clerk, kernel_of
 from tests.gpu.exchange_program import differing_regions
@@ -42,8 +42,8 @@ WAIT_LIMIT_S = 60.0
 MEANING = {
     "bar.sync": "::team->wait();",
     "bar.red.and.pred": "every = ::team->all(threadIdx.x, good);",
-    "ld.acquire": "value = __atomic_load_n(static_cast<const uint64_t*>(word), __ATOMIC_ACQUIRE);",
-    "ld.relaxed": "value = __atomic_load_n(static_cast<const uint64_t*>(word), __ATOMIC_ACQUIRE);",
+    "ld.acquire": "sched_yield(), value = __atomic_load_n(static_cast<const uint64_t*>(word), __ATOMIC_ACQUIRE);",
+    "ld.relaxed": "sched_yield(), value = __atomic_load_n(static_cast<const uint64_t*>(word), __ATOMIC_ACQUIRE);",
     "st.release": "__atomic_store_n(static_cast<uint64_t*>(word), value, __ATOMIC_RELEASE);",
     "st.relaxed": "__atomic_store_n(static_cast<uint64_t*>(word), value, __ATOMIC_RELEASE);",
     "fence.acq_rel": "__atomic_thread_fence(__ATOMIC_SEQ_CST);",
@@ -52,6 +52,14 @@ MEANING = {
     "%globaltimer": "now = now_ns();",
 }
 """What each statement of inline assembly does, by what is in it."""
+
+CONSTANTS = {
+    "extern __shared__ __align__(16) char dynamic[];": "alignas(16) static char dynamic[1 << 16];",
+    "SWITCH_THREADS = 512;": f"SWITCH_THREADS = {SWITCH_THREADS};",
+    "POLLS_BEFORE_SLEEP = 4096;": "POLLS_BEFORE_SLEEP = 16;",
+    "WAIT_SLEEP_NS = 100, IDLE_SLEEP_NS = 1000;": "WAIT_SLEEP_NS = 20'000, IDLE_SLEEP_NS = 100'000;",
+}
+"""Text of the sources that is replaced: small blocks, and waits that leave the few processors to others soon."""
 
 
 def without_assembly(text: str) -> str:
@@ -73,8 +81,8 @@ def library(folder: Path, options: tuple[str, ...]) -> ctypes.CDLL:
             if path.suffix not in (".cuh", ".cu", ".h"):
                 continue
             text = without_assembly(path.read_text())
-            text = text.replace("extern __shared__ __align__(16) char dynamic[];", "alignas(16) static char dynamic[1 << 16];")
-            text = text.replace("SWITCH_THREADS = 512;", f"SWITCH_THREADS = {SWITCH_THREADS};")
+            for old, new in CONSTANTS.items():
+                text = text.replace(old, new)
             (copy / device / path.name).write_text(text)
     (copy / DEVICE_FOLDERS[0] / "arguments.h").write_text(header_text())
     includes = [f"-I{path}" for path in (FOLDER, copy, *(copy / device for device in DEVICE_FOLDERS))]

@@ -1,9 +1,11 @@
 // Runs the kernels of ranks and switches on the CPU: a process per block, a thread per CUDA thread, all blocks of all PEs at once. The
 // heaps are memory that the caller shares with its children. Called through ctypes by tests/gpu/emulated_exchange.py, which also
 // replaces the inline assembly of the sources.
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <thread>
 #include <vector>
 
@@ -23,6 +25,7 @@ template <class Arguments>
 pid_t start_block(Kernel<Arguments> kernel, const void* heap, const void* arguments, int number, int num_threads, int team_threads) {
   const pid_t child = fork();
   if (child != 0) return child;
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that is killed leaves nothing behind
   blockIdx.x = unsigned(number);
   block = new Block(unsigned(num_threads));
   team = new TeamMeeting(unsigned(team_threads));
