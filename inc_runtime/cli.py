@@ -151,6 +151,8 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, tokens: str, iteratio
     group.add_argument("--dispatch-switches", type=_count, default=1, help="tokens are split between them (default 1)")
     group.add_argument("--combine-switches", type=_count, default=1, help="tokens are split between them (default 1)")
     group.add_argument("--tokens", default=tokens, help=f"of each rank, or one number per rank: 64,0,17,5 (default {tokens})")
+    edge = "tokens of the first and last microbatch; sizes double from there to m_b (default: all m_b)"
+    group.add_argument("--edge", type=_count, help=edge)
     group.add_argument("--microbatch", type=_count, default=16, help="m_b, tokens of a rank in a microbatch (default 16)")
     group.add_argument("--depth", type=_count, default=3, help="D, slot sets of the ring (default 3)")
     group.add_argument("--group", type=_count, default=1, help="G, ranks per phase of the phased forms (default 1)")
@@ -298,6 +300,7 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
         options.group,
         not options.no_barrier,
         SumOrder.RANK if options.rank_order else SumOrder.ARRIVAL,
+        edge_tokens=options.edge,
         local_bypass=options.local_bypass,
     )
     if options.checkpoint:

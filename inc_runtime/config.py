@@ -9,7 +9,7 @@ The symbols of the formulas, and their names in the code:
 | k      | top_k                    | experts of one token                                         |
 | N      | num_tokens               | tokens of one rank in one call                               |
 | m_b    | microbatch_tokens        | tokens of one rank in one microbatch                         |
-| M      | num_microbatches         | ceil(bound / m_b), equal on all ranks                        |
+| M      | num_microbatches         | microbatches of one call, equal on all ranks                 |
 | D      | depth                    | slot sets of the ring, i.e. microbatches in flight at most   |
 | H      | hidden_size              | width of a token row, in elements                            |
 | I      | intermediate_size        | width of an expert                                           |
@@ -121,6 +121,9 @@ class Pipeline:
     `bound_tokens` is the largest number of tokens that any rank may bring to one call: M follows from it, so that
     every rank runs the same number of microbatches, however few tokens it has. `local_bypass`: rows of a rank's own
     experts stay on it, also on the way back; they never cross a switch or a relay.
+
+    With `edge_tokens` the first and the last microbatch have so many tokens, and sizes double from either end until they reach
+    m_b: the experts begin sooner, and less is left to combine behind them. Without it all but the last have m_b.
     """
 
     bound_tokens: int
@@ -131,10 +134,40 @@ class Pipeline:
     sum_order: SumOrder = SumOrder.ARRIVAL
     row_format: RowFormat = RowFormat.BFLOAT16
     local_bypass: bool = False
+    edge_tokens: int | None = None
+
+    @property
+    def ramp_steps(self) -> int:
+        """Microbatches at either end that are smaller than m_b by design: as many as fit, with a token between them."""
+        steps = 0
+        while (
+            self.edge_tokens is not None
+            and self.edge_tokens << steps < self.microbatch_tokens
+            and 2 * self._ramp(steps + 1) < self.bound_tokens
+        ):
+            steps += 1
+        return steps
+
+    def _ramp(self, steps: int) -> int:
+        """Tokens of the first, or of the last, `steps` microbatches of a ramp."""
+        return ((1 << steps) - 1) * (self.edge_tokens or 0)
 
     @property
     def num_microbatches(self) -> int:
-        return -(-self.bound_tokens // self.microbatch_tokens)
+        steps = self.ramp_steps
+        return 2 * steps - (2 * self._ramp(steps) - self.bound_tokens) // self.microbatch_tokens
+
+    def first_token(self, number: int) -> int:
+        """Where microbatch `number` begins; for M, the bound. Twin: MicrobatchCut in inc_runtime/device/microbatch.cuh."""
+        steps, behind = self.ramp_steps, self.num_microbatches - number
+        if behind <= steps:
+            return self.bound_tokens - self._ramp(behind)
+        ramped = min(number, steps)
+        return min(self._ramp(ramped) + (number - ramped) * self.microbatch_tokens, self.bound_tokens)
+
+    def tokens_of(self, number: int) -> slice:
+        """The tokens of microbatch `number`, of a rank that has them all."""
+        return slice(self.first_token(number), self.first_token(number + 1))
 
 
 def _require(condition: bool, name: str, value: object, limit: str, remedy: str) -> None:
@@ -166,6 +199,13 @@ def check(shape: LayerShape, pipeline: Pipeline, num_ranks: int) -> None:
     )
     for name in ("bound_tokens", "microbatch_tokens"):
         _require(getattr(pipeline, name) >= 1, name, getattr(pipeline, name), "at least 1", "Give a token count.")
+    _require(
+        pipeline.edge_tokens is None or 1 <= pipeline.edge_tokens <= pipeline.microbatch_tokens,
+        "edge_tokens",
+        pipeline.edge_tokens,
+        f"between 1 and microbatch_tokens = {pipeline.microbatch_tokens}",
+        "Leave it out for microbatches of one size.",
+    )
     _require(
         pipeline.depth >= 1, "depth", pipeline.depth, "at least 1", "Use 3 or more to overlap microbatches."
     )

@@ -102,6 +102,7 @@ class Header(enum.IntEnum):
     TOP_K = 5
     HIDDEN_SIZE = 6
     LAYER = 7
+    EDGE_TOKENS = 8
 
 
 HEADER_FIELDS = len(Header)

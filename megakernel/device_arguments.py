@@ -100,6 +100,8 @@ LAYER_ARGUMENTS = np.dtype(
         ("top_k", "<i4"),
         ("layer", "<i4"),
         ("num_microbatches", "<i4"),
+        ("edge_tokens", "<i4"),
+        ("ramp_steps", "<i4"),
         ("logits_are_bfloat16", "<i4"),
         ("sigmoid", "<i4"),
         ("renormalize", "<i4"),
@@ -110,7 +112,7 @@ LAYER_ARGUMENTS = np.dtype(
         ("group_lag", "<i4"),  # steps between the send of a microbatch and each of its later stages: pipeline.py, device_lags
         ("reduce_lag", "<i4"),
         ("combine_lag", "<i4"),
-        ("padding", "<i4", (28,)),
+        ("padding", "<i4", (26,)),
     ]
 )
 

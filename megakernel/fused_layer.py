@@ -49,10 +49,9 @@ def run_fused(pe: OneSided, call: Call, experts: HostExperts, given: LayerInput,
     """
     programs = rank_programs(pe.layout.dims.model)
     first_magic = int(pe.memory["magic"][0]) + 1
-    microbatch_tokens = call.pipeline.microbatch_tokens
     for group, number in schedule(call.pipeline.num_microbatches, call.pipeline.depth):
         magic = first_magic + number
-        rows = slice(number * microbatch_tokens, (number + 1) * microbatch_tokens)
+        rows = call.pipeline.tokens_of(number)
         num_rows = len(given.tokens[rows])
         if group is StageGroup.SEND:
             with pe.stage("route", magic, rows=num_rows):

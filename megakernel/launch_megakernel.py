@@ -7,6 +7,7 @@ current stream; a failed wait shows at the next call, or at `raise_on_error`.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -233,7 +234,9 @@ class MegaKernel:
             check_tensor("token_count", token_count, self.device, (torch.int32,), (1,))
         arguments["token_count"] = 0 if token_count is None else token_count.data_ptr()
         arguments["num_tokens"], arguments["bound_tokens"] = num_tokens, bound
-        arguments["num_microbatches"] = -(-bound // self.pipeline.microbatch_tokens)
+        pipeline = replace(self.pipeline, bound_tokens=bound)
+        arguments["num_microbatches"], arguments["ramp_steps"] = pipeline.num_microbatches, pipeline.ramp_steps
+        arguments["edge_tokens"] = pipeline.edge_tokens or 0
         self.heap.argument["barrier_after_dispatch"] = self.pipeline.barrier_after_dispatch
         self.heap.launch(
             self.built, KERNEL, [arguments], num_blocks=self.num_blocks, num_threads=THREADS, shared_bytes=SHARED_BYTES,

@@ -76,7 +76,7 @@ struct VectorStages {
   __device__ int total_tokens() const {
     return arguments.token_count ? max(0, min(*pointer<const int32_t>(arguments.token_count), arguments.num_tokens)) : arguments.num_tokens;
   }
-  __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, total_tokens()); }
+  __device__ int first_token(int number) const { return min(cut_of(heap, arguments).first_token(number), total_tokens()); }
   __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
 
   __device__ bool send(int number) {
@@ -90,7 +90,8 @@ struct VectorStages {
     push_microbatch(heap, team, magic,
                     {pointer<const char>(arguments.tokens) + uint64_t(first) * heap.row_bytes,
                      pointer<const int32_t>(arguments.expert_ids) + choices, pointer<const uint32_t>(arguments.weights) + choices,
-                     count, arguments.top_k, arguments.num_experts, arguments.bound_tokens, arguments.layer});
+                     count, arguments.top_k, arguments.num_experts, arguments.bound_tokens, arguments.layer,
+                     arguments.edge_tokens});
     trace.end(TracedStage::DISPATCH, magic, count);
     return true;
   }

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(inc::EXCHANGE_THREADS, 1)
     push_microbatch(heap, team, magic,
                     {reinterpret_cast<const char*>(call.tokens), reinterpret_cast<const int32_t*>(call.expert_ids),
                      reinterpret_cast<const uint32_t*>(call.weights), call.num_tokens, call.top_k, call.num_experts,
-                     call.bound_tokens, call.layer});
+                     call.bound_tokens, call.layer, 0});
     ReceivedRows received;
     wait_for_expert_rows(heap, team, magic, received);
 }

@@ -3,9 +3,9 @@
     python -m inc_runtime.mps -- torchrun --nproc-per-node 6 -m results.measure_speed_ups --placement scale_model \\
         [--tokens 1024 8192] [--microbatches 512 1024] [--groups 1 2] [--rank-port-gbps 23] [--seconds 240] [--local-bypass]
 
-Each implementation runs at every microbatch size (and number of ranks per phase) of the options; the tables take its best. Every
-point is checked against float64 before it is timed: two calls to warm up, then five; a time is the median over the calls of the
-longest of any rank. The data file is written after each point, and a second run of the same command goes on where it was
+Each implementation runs at every microbatch size, edge (and number of ranks per phase) of the options; the tables take its best.
+Every point is checked against float64 before it is timed: two calls to warm up, then five; a time is the median over the calls of
+the longest of any rank. The data file is written after each point, and a second run of the same command goes on where it was
 interrupted or ran out of --seconds. All bytes cross the switch PEs, those of a rank's own experts included; the Baseline's go
 through the relays too. With --local-bypass rows of a rank's own experts stay on it, in all five: a series of its own.
 `python -m results.measure_speed_ups --redraw FILE` draws the table and the figure again.
@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -78,8 +78,9 @@ class Point:
     def key(self) -> tuple[str, ...]:
         """What names the point in a data file."""
         group = self.pipeline.ranks_per_phase if self.model.phased else ""
-        bypass = "1" if self.pipeline.local_bypass else ""
-        return (self.implementation.value, str(self.num_tokens), str(self.pipeline.microbatch_tokens), str(group), bypass)
+        edge, bypass = self.pipeline.edge_tokens or "", "1" if self.pipeline.local_bypass else ""
+        cut = self.pipeline.microbatch_tokens, group, edge
+        return (self.implementation.value, str(self.num_tokens), *map(str, cut), bypass)
 
 
 def points(options: argparse.Namespace) -> list[Point]:
@@ -90,11 +91,10 @@ def points(options: argparse.Namespace) -> list[Point]:
             found.append(Point(implementation, num_tokens, whole_batch(num_tokens, local_bypass=options.local_bypass)))
             continue
         groups = options.groups if MODELS[implementation].phased else [1]
-        for microbatch_tokens, group in itertools.product(options.microbatches, groups):
-            if microbatch_tokens <= num_tokens <= 64 * microbatch_tokens:
-                pipeline = Pipeline(
-                    num_tokens, microbatch_tokens, options.depth, ranks_per_phase=group, local_bypass=options.local_bypass
-                )
+        for size, group, edge in itertools.product(options.microbatches, groups, options.edges):
+            if size <= num_tokens <= 64 * size and edge < size and 2 * edge < num_tokens:
+                cut = Pipeline(num_tokens, size, options.depth, ranks_per_phase=group, edge_tokens=edge or None)
+                pipeline = replace(cut, local_bypass=options.local_bypass)
                 found.append(Point(implementation, num_tokens, pipeline))
     return found
 
@@ -113,7 +113,7 @@ class Bench:
 
     def done(self) -> set[tuple[str, ...]]:
         """Points that the data file holds; the same on every PE."""
-        names = ("implementation", "num_tokens", "microbatch_tokens", "ranks_per_phase", "local_bypass")
+        names = ("implementation", "num_tokens", "microbatch_tokens", "ranks_per_phase", "edge_tokens", "local_bypass")
         own = {tuple(str(row.get(name) or "") for name in names) for row in self.rows if row["metric"] == "layer_time"}
         return self.job.gather(own)[0]
 
@@ -128,7 +128,7 @@ class Bench:
             "value": f"{value:.6g}", "unit": unit, "shape": "olmoe", "routing": "uniform", "num_experts": SHAPE.num_experts,
             "top_k": SHAPE.top_k, "hidden": SHAPE.hidden_size, "intermediate": SHAPE.intermediate_size,
             "depth": point.pipeline.depth, "ranks_per_phase": point.key[3], "rank_port_gbps": self.options.rank_port_gbps or "",
-            "local_bypass": "" if implementation == GROUPED_MM else point.key[4],
+            "edge_tokens": point.key[4], "local_bypass": "" if implementation == GROUPED_MM else point.key[5],
         })  # fmt: skip
 
 
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=SIZES, help="tokens per rank")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[256, 512, 1024, 2048], help="sizes to try")
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2], help="ranks per phase to try")
+    parser.add_argument("--edges", type=int, nargs="+", default=[0], help="tokens of the first and last microbatch; 0: m_b")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
     parser.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")

@@ -23,13 +23,14 @@ from results.layer_cases import Case, Experts, Inputs
 from results.layer_rivals import Run
 from switch_emulator.launch_switch import RunningSwitch
 
-MICROBATCH_TOKENS, DEPTH = 1024, 4
+MAX_MICROBATCH_TOKENS, EDGE_TOKENS, DEPTH = 2048, 256, 4
 LIMIT_S = 120.0
 
 
 def pipeline_of(case: Case) -> Pipeline:
-    """How a case is cut: whole where it is small."""
-    return Pipeline(case.num_tokens, min(case.num_tokens, MICROBATCH_TOKENS), DEPTH)
+    """How a case is cut: in two at least, unless it is small; an expert's rows must fill its tiles of 128."""
+    microbatch_tokens = min(case.num_tokens, max(512, min(case.num_tokens // 2, MAX_MICROBATCH_TOKENS)))
+    return Pipeline(case.num_tokens, microbatch_tokens, DEPTH, edge_tokens=min(EDGE_TOKENS, microbatch_tokens))
 
 
 def layout_of(case: Case, world: World, model: CommunicationModel) -> HeapLayout:

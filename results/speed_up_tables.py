@@ -14,7 +14,7 @@ from inc_runtime.config import Implementation
 from results.layer_tables import COLUMNS as LAYER_COLUMNS
 from results.layer_tables import Row, markdown_table, read_rows, write_both
 
-COLUMNS = [*LAYER_COLUMNS, "depth", "ranks_per_phase", "rank_port_gbps", "local_bypass"]
+COLUMNS = [*LAYER_COLUMNS, "depth", "ranks_per_phase", "rank_port_gbps", "edge_tokens", "local_bypass"]
 BYPASS = ", local bypass"
 """Ends the name of a series whose rows of own experts stay on their rank. Such rows are never compared with others."""
 GROUPED_MM = "grouped_mm"
@@ -53,7 +53,8 @@ def how(row: Row) -> str:
     if row["implementation"] in (Implementation.BASELINE.value, GROUPED_MM):
         return ""
     group = f", G {row['ranks_per_phase']}" if row["ranks_per_phase"] else ""
-    return f" (m_b {int(row['microbatch_tokens']):,}{group})"
+    edge = f", edge {row['edge_tokens']}" if row.get("edge_tokens") else ""
+    return f" (m_b {int(row['microbatch_tokens']):,}{edge}{group})"
 
 
 def table(path: Path) -> str:

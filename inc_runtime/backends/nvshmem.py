@@ -226,10 +226,10 @@ class DeviceHeap:
             raise ConfigurationError(f"{layout.dims.model.value}: the phased kernels take the direct verbs alone so far.")
         if layout.dims.local_bypass and verbs is Verbs.NVSHMEM:
             raise ConfigurationError("local_bypass = True: it takes the direct verbs alone so far. Leave it off, or use them.")
-        self._refuse_other_dims(job, layout)
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
+        self._refuse_other_dims(job, layout)
         self.job, self.layout, self.verbs = job, layout, verbs
         self.gpu, self.role = job.gpu, job.world.role_of(job.pe)
         self.workspace = self.gpu.allocate(WORKSPACE.itemsize)

@@ -67,6 +67,7 @@ def write_header(header: np.ndarray, call: Call, magic: int, num_rows: int) -> N
     header[Header.TOP_K] = call.shape.top_k
     header[Header.HIDDEN_SIZE] = call.shape.hidden_size
     header[Header.LAYER] = call.layer
+    header[Header.EDGE_TOKENS] = call.pipeline.edge_tokens or 0
 
 
 COMPARED_FIELDS = (
@@ -77,6 +78,7 @@ COMPARED_FIELDS = (
     Header.TOP_K,
     Header.HIDDEN_SIZE,
     Header.LAYER,
+    Header.EDGE_TOKENS,
 )
 
 

@@ -178,6 +178,8 @@ EXCHANGE_ARGUMENTS = _struct(
     ("top_k", "<i4"),
     ("layer", "<i4"),
     ("num_microbatches", "<i4"),
+    ("edge_tokens", "<i4"),
+    ("ramp_steps", "<i4"),
     # the test
     ("mode", "<i4"),
     ("verify", "<i4"),  # make tokens from a hash, and check every received row and sum

@@ -65,6 +65,7 @@ class Exchange:
         self.arguments["num_tokens"], self.arguments["bound_tokens"] = len(tokens), pipeline.bound_tokens
         self.arguments["num_experts"], self.arguments["top_k"] = shape.num_experts, expert_ids.shape[1]
         self.arguments["layer"], self.arguments["num_microbatches"] = layer, self.num_microbatches
+        self.arguments["edge_tokens"], self.arguments["ramp_steps"] = pipeline.edge_tokens or 0, pipeline.ramp_steps
         self.arguments["mode"], self.arguments["verify"] = int(mode), verify
         heap.argument["barrier_after_dispatch"] = pipeline.barrier_after_dispatch
         self.arguments["seed"], self.arguments["delay_ns"] = seed, int(delay_us * 1000)

@@ -57,7 +57,7 @@ struct Exchange {
     const Team team;
     const uint64_t first_magic;
 
-    __device__ int first_token(int number) const { return min(number * heap.microbatch_tokens, call.num_tokens); }
+    __device__ int first_token(int number) const { return min(cut_of(heap, call).first_token(number), call.num_tokens); }
     __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
     __device__ ExchangeResult& result() const { return *reinterpret_cast<ExchangeResult*>(call.result); }
     __device__ int first_warp() const { return team.block * team.num_warps() + team.warp(); }
@@ -101,7 +101,8 @@ __device__ inline void send(const Exchange& x, int number) {
                               x.call.top_k,
                               x.call.num_experts,
                               x.call.bound_tokens,
-                              x.call.layer};
+                              x.call.layer,
+                              x.call.edge_tokens};
     push_microbatch(x.heap, x.team, magic, routed);
 }
 

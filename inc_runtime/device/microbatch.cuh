@@ -13,8 +13,26 @@ struct RoutedTokens {
     const char* tokens;
     const int32_t* expert_ids;
     const uint32_t* weights;
-    int num_tokens, top_k, num_experts, bound_tokens, layer;
+    int num_tokens, top_k, num_experts, bound_tokens, layer, edge_tokens;
 };
+
+// How a call is cut into microbatches. Twin: Pipeline.first_token.
+struct MicrobatchCut {
+    int bound_tokens, microbatch_tokens, num_microbatches, edge_tokens, ramp_steps;
+
+    __device__ int ramp(int steps) const { return ((1 << steps) - 1) * edge_tokens; }
+    __device__ int first_token(int number) const {
+        const int behind = num_microbatches - number;
+        if (behind <= ramp_steps) return bound_tokens - ramp(behind);
+        const int ramped = min(number, ramp_steps);
+        return min(ramp(ramped) + (number - ramped) * microbatch_tokens, bound_tokens);
+    }
+};
+
+template <class Arguments>
+__device__ inline MicrobatchCut cut_of(const Heap& heap, const Arguments& call) {
+    return {call.bound_tokens, heap.microbatch_tokens, call.num_microbatches, call.edge_tokens, call.ramp_steps};
+}
 
 // Rows of one microbatch on its expert rank. `rows` [capacity, H] and `records` [capacity] are the slot itself; the i-th received
 // row, 0 <= i < num_rows, stands at `row(i)` of it, in order of sender, then token. Partial sums overwrite the rows in place.
@@ -89,7 +107,8 @@ __device__ inline void put_record(const Heap& heap, char* record, Remote target,
 // The header of this rank's put, by one warp. Twin: write_header.
 __device__ inline void write_header(const Heap& heap, int64_t* header, const RoutedTokens& routed, uint64_t magic, int lane) {
     const int64_t fields[HEADER_FIELDS] = {routed.num_tokens,  int64_t(magic), routed.bound_tokens, heap.microbatch_tokens,
-                                           routed.num_experts, routed.top_k,   heap.hidden_size,    routed.layer};
+                                           routed.num_experts, routed.top_k,   heap.hidden_size,    routed.layer,
+                                           routed.edge_tokens};
 #pragma unroll
     for (int field = 0; field < HEADER_FIELDS; ++field)
         if (lane == field) header[field] = fields[field];

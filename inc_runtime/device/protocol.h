@@ -22,7 +22,7 @@ INC_HOST_DEVICE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? 
 inline constexpr int64_t MAX_CHUNK_BYTES = 32768;
 inline constexpr int64_t RELAY_CELLS = 512;
 inline constexpr int64_t MIN_RELAY_CELLS = 8;
-inline constexpr int64_t HEADER_FIELDS = 8;
+inline constexpr int64_t HEADER_FIELDS = 9;
 inline constexpr int64_t CHUNK_FIELDS = 7;
 inline constexpr int64_t ALIGNMENT = 256;
 inline constexpr int64_t ERROR_BYTES = 4096;
@@ -70,7 +70,7 @@ INC_HOST_DEVICE constexpr const char* name_of(Tag member) {
 
 // int64 fields in front of the rows of a put.
 struct Header {
-    enum Field : int { NUM_ROWS = 0, STEP = 1, BOUND_TOKENS = 2, MICROBATCH_TOKENS = 3, NUM_EXPERTS = 4, TOP_K = 5, HIDDEN_SIZE = 6, LAYER = 7 };
+    enum Field : int { NUM_ROWS = 0, STEP = 1, BOUND_TOKENS = 2, MICROBATCH_TOKENS = 3, NUM_EXPERTS = 4, TOP_K = 5, HIDDEN_SIZE = 6, LAYER = 7, EDGE_TOKENS = 8 };
 };
 
 // int64 fields in front of a relayed chunk.
@@ -319,12 +319,12 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::magic: return {1, {1}};
         case RankRegion::error_record: return {1, {4096}};
         case RankRegion::tokens: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
-        case RankRegion::tokens_header: return {3, {d.depth, d.dispatch_planes(), 8}};
+        case RankRegion::tokens_header: return {3, {d.depth, d.dispatch_planes(), 9}};
         case RankRegion::tokens_routing: return {2, {d.depth, d.microbatch_tokens}};
         case RankRegion::packed_tokens: return {4, {d.depth, d.num_ranks(), d.microbatch_tokens, d.hidden_size}};
         case RankRegion::expert_rows: return {3, {d.depth, d.expert_row_capacity(), d.hidden_size}};
         case RankRegion::expert_rows_routing: return {2, {d.depth, d.expert_row_capacity()}};
-        case RankRegion::expert_rows_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 8}};
+        case RankRegion::expert_rows_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 9}};
         case RankRegion::expert_rows_arrived: return {3, {d.depth, d.dispatch_planes(), d.senders_per_flag()}};
         case RankRegion::token_sums: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
         case RankRegion::token_sums_arrived: return {2, {d.depth, d.combine_planes()}};
@@ -334,7 +334,7 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::received_partial_sums: return {5, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_plane_tokens(), d.hidden_size}};
         case RankRegion::partial_chunk_arrived: return {4, {d.depth, d.combine_planes(), d.num_ranks(), d.combine_chunks()}};
         case RankRegion::relay_credits: return {2, {d.num_relays(), d.relay_cells()}};
-        case RankRegion::message_header: return {3, {d.whole_message_slots(), d.num_ranks(), 8}};
+        case RankRegion::message_header: return {3, {d.whole_message_slots(), d.num_ranks(), 9}};
         case RankRegion::chunks_sent: return {1, {d.num_relays()}};
         case RankRegion::chunk_header: return {3, {d.num_relays(), d.relay_cells(), 7}};
         case RankRegion::phase_opened: return {3, {d.depth, d.combine_planes(), d.num_ranks()}};
@@ -395,16 +395,16 @@ INC_HOST_DEVICE constexpr Shape shape(DispatchSwitchRegion member, const Dims& d
         case DispatchSwitchRegion::magic: return {1, {1}};
         case DispatchSwitchRegion::error_record: return {1, {4096}};
         case DispatchSwitchRegion::relay_chunk: return {3, {d.num_ranks(), d.relay_cells(), 7}};
-        case DispatchSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 8}};
+        case DispatchSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 9}};
         case DispatchSwitchRegion::relay_routing: return {3, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk()}};
         case DispatchSwitchRegion::relay_rows: return {4, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk(), d.hidden_size}};
         case DispatchSwitchRegion::relay_arrived: return {2, {d.num_ranks(), d.relay_cells()}};
         case DispatchSwitchRegion::stop: return {1, {d.num_ranks()}};
         case DispatchSwitchRegion::inbox_tokens: return {3, {d.inbox_slots(), d.dispatch_plane_tokens(), d.hidden_size}};
-        case DispatchSwitchRegion::inbox_header: return {2, {d.inbox_slots(), 8}};
+        case DispatchSwitchRegion::inbox_header: return {2, {d.inbox_slots(), 9}};
         case DispatchSwitchRegion::inbox_routing: return {2, {d.inbox_slots(), d.dispatch_plane_tokens()}};
         case DispatchSwitchRegion::tokens_arrived: return {2, {d.depth, d.num_ranks()}};
-        case DispatchSwitchRegion::outbox_header: return {4, {d.depth, d.num_ranks(), d.num_ranks(), 8}};
+        case DispatchSwitchRegion::outbox_header: return {4, {d.depth, d.num_ranks(), d.num_ranks(), 9}};
         case DispatchSwitchRegion::dispatch_requests: return {1, {d.num_ranks()}};
         case DispatchSwitchRegion::barrier_joined: return {1, {d.num_ranks()}};
         default: return {0, {}};
@@ -465,12 +465,12 @@ INC_HOST_DEVICE constexpr Shape shape(CombineSwitchRegion member, const Dims& d)
         case CombineSwitchRegion::magic: return {1, {1}};
         case CombineSwitchRegion::error_record: return {1, {4096}};
         case CombineSwitchRegion::relay_chunk: return {3, {d.num_ranks(), d.relay_cells(), 7}};
-        case CombineSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 8}};
+        case CombineSwitchRegion::relay_header: return {3, {d.num_ranks(), d.relay_cells(), 9}};
         case CombineSwitchRegion::relay_routing: return {3, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk()}};
         case CombineSwitchRegion::relay_rows: return {4, {d.num_ranks(), d.relay_cells(), d.rows_per_chunk(), d.hidden_size}};
         case CombineSwitchRegion::relay_arrived: return {2, {d.num_ranks(), d.relay_cells()}};
         case CombineSwitchRegion::stop: return {1, {d.num_ranks()}};
-        case CombineSwitchRegion::plan_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 8}};
+        case CombineSwitchRegion::plan_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 9}};
         case CombineSwitchRegion::plan_routing: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), d.dispatch_plane_tokens()}};
         case CombineSwitchRegion::plan_arrived: return {2, {d.depth, d.dispatch_planes()}};
         case CombineSwitchRegion::partial_sums_ready: return {2, {d.depth, d.num_ranks()}};

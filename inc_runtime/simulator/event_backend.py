@@ -340,7 +340,7 @@ class TimedPe(SimulatedPe):
         sim.network.pull(self.pe, peer, num_bytes, magic, arriving, phase)
 
     def _own_rows_of(self, peer: int, pieces: Sequence[Piece], magic: int) -> int:
-        """Of the rows of a pull, those that a local bypass keeps on `peer`: its own run, or its share of a packet."""
+        """Of the rows of a pull, those that a local bypass keeps on `peer`, their owner: its run, or its share of a packet."""
         dims, lengths = self.layout.dims, [len(piece.target) for piece in pieces]
         if dims.model.phased:
             runs = [cast("slice", piece.index[1]).start // dims.dispatch_plane_tokens % dims.num_ranks for piece in pieces]

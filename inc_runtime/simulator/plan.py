@@ -129,8 +129,8 @@ class LayerPlan:
 
     def tokens_of(self, number: int) -> int:
         """Tokens of each rank in microbatch `number`, from 0."""
-        pipeline = self.scenario.pipeline
-        return min(pipeline.microbatch_tokens, pipeline.bound_tokens - number * pipeline.microbatch_tokens)
+        tokens = self.scenario.pipeline.tokens_of(number)
+        return tokens.stop - tokens.start
 
     def experts_of(self, number: int) -> np.ndarray:
         """Placed experts of microbatch `number`: [W, n, k] int32."""

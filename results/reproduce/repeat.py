@@ -18,6 +18,9 @@ LIKE = (set(COLUMNS) - {"implementation", "value", "microbatch_tokens"}) | {
 }
 """Columns in which two implementations must agree to be compared, where a file has them."""
 
+CUT = ("implementation", "microbatch_tokens", "ranks_per_phase", "edge_tokens")
+"""Columns that tell one of them from another."""
+
 Place = tuple[tuple[str, str], ...]
 
 
@@ -47,7 +50,7 @@ def _values(files: Iterable[DataFile]) -> dict[tuple[str, str], dict[Place, dict
         for row in file.rows:
             if row.get("metric") in ALLOWED:
                 place = tuple(sorted((key, value) for key, value in row.items() if key in LIKE and value))
-                own = "/".join(row.get(key, "") for key in ("implementation", "microbatch_tokens", "ranks_per_phase"))
+                own = "/".join(row.get(key, "") for key in CUT)
                 out[origin, row["metric"]][place][own] = float(row["value"])
     return out
 

@@ -43,11 +43,13 @@ def run(
     ranks_per_phase: int = 2,
     barrier: bool = True,
     order: SumOrder = SumOrder.ARRIVAL,
+    edge_tokens: int | None = None,
     seeds: int = 2,
 ) -> None:
     """Run seeds of one case with jitter and check each. The last microbatch is not full, where m_b > 1."""
     bound = bound or (2 * depth + 1) * microbatch_tokens - (microbatch_tokens > 1)
-    pipeline = Pipeline(bound, microbatch_tokens, depth, min(ranks_per_phase, world.num_ranks), barrier, order)
+    group = min(ranks_per_phase, world.num_ranks)
+    pipeline = Pipeline(bound, microbatch_tokens, depth, group, barrier, order, edge_tokens=edge_tokens)
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
         call = draw_call(rng, shape, COUNTS[counts](rng, world.num_ranks, bound), routing, world.num_ranks)
@@ -68,6 +70,12 @@ def named(values):
 def test_every_routing_gives_the_reference(model: CommunicationModel, routing: str) -> None:
     for counts in COUNTS:
         run(model, routing=routing, counts=counts, seeds=1)
+
+
+@pytest.mark.parametrize("model", **named(MODELS))
+def test_microbatches_that_grow_and_shrink_give_the_reference(model: CommunicationModel) -> None:
+    for counts in COUNTS:
+        run(model, counts=counts, microbatch_tokens=5, bound=23, depth=3, edge_tokens=1, seeds=1)
 
 
 @pytest.mark.parametrize("experts_and_k", [(4, 1), (4, 4), (1, 1), (2, 2), (7, 3)])

@@ -332,10 +332,10 @@ def test_a_phased_sender_that_packs_its_rows_after_those_of_others_is_caught(mon
 
 
 @pytest.mark.parametrize("model", list(Model), ids=lambda model: model.value)
-@pytest.mark.parametrize("field", ["bound_tokens", "microbatch_tokens"])
+@pytest.mark.parametrize("field", ["bound_tokens", "microbatch_tokens", "edge_tokens"])
 def test_ranks_that_disagree_are_stopped_with_both_values(model: Model, field: str) -> None:
-    """Rank 1 brings another bound, or another m_b, to the same heap."""
-    values = {"bound_tokens": (8, 14), "microbatch_tokens": (2, 1)}[field]
+    """Rank 1 brings another bound, another m_b or another ramp to the same heap."""
+    values = {"bound_tokens": (8, 14), "microbatch_tokens": (2, 1), "edge_tokens": (0, 1)}[field]
     setting = Setting(model, tokens=(8, 8, 8), num_microbatches=4)
     for seed in range(5):
         call = draw_call(np.random.default_rng(seed), SHAPE, setting.tokens, "uniform", 3)

@@ -45,10 +45,9 @@ def exchange(pe: SimulatedPe, call: Call, given: RoutedTokens, output: np.ndarra
     """One call of one rank over the role programs. Twin: `run` in exchange_kernel.cu."""
     programs = rank_programs(pe.layout.dims.model)
     first_magic = int(pe.memory["magic"][0]) + 1
-    size = call.pipeline.microbatch_tokens
     own = call.shape.experts_of_rank(pe.pe, pe.world.num_ranks)
     for group, number in schedule(call.pipeline.num_microbatches, call.pipeline.depth):
-        magic, rows = first_magic + number, slice(number * size, (number + 1) * size)
+        magic, rows = first_magic + number, call.pipeline.tokens_of(number)
         part = RoutedTokens(given.tokens[rows], given.expert_ids[rows], given.weights[rows])
         if group is StageGroup.SEND:
             programs.push_microbatch(pe, call, magic, part)

@@ -54,6 +54,7 @@ def cases(num_ranks: int, model: CommunicationModel) -> list[Case]:
         Case("depth 6", SMALL, Pipeline(1000, 50, 6), full),
         Case("sigmoid with bias", SIGMOID, Pipeline(1000, 128, 4), full),
         Case("all tokens to the first experts", SMALL, Pipeline(1000, 250, 4), full, skew=30.0),
+        Case("sizes that double from either edge", SMALL, Pipeline(1000, 200, 4, edge_tokens=30), full),
         Case("choices of -1", SMALL, Pipeline(1000, 250, 4), full, masked=True),
         Case("olmoe, logits in bf16", OLMOE, Pipeline(1000, 512, 4), full, logits_dtype=torch.bfloat16),
         Case("one microbatch, many calls", SMALL, Pipeline(40, 40, 4), ((40,) * num_ranks, (7,) * num_ranks) * 20),

@@ -139,10 +139,10 @@ def check_graph(job: NvshmemJob, num_layers: int, replays: int, local_bypass: bo
 
 
 def timed_case(spec: str, num_ranks: int, model: CommunicationModel, group: int) -> Case:
-    """The OLMoE layer for a specification N:m_b:D."""
-    num_tokens, microbatch_tokens, depth = map(int, spec.split(":"))
-    pipeline = Pipeline(num_tokens, microbatch_tokens, depth, ranks_per_phase=group)
-    return Case(f"{model.value} N:m_b:D = {spec}", OLMOE, pipeline, ((num_tokens,) * num_ranks,), model)
+    """The OLMoE layer for a specification N:m_b:D or N:m_b:D:edge."""
+    num_tokens, microbatch_tokens, depth, *edge = map(int, spec.split(":"))
+    pipeline = Pipeline(num_tokens, microbatch_tokens, depth, ranks_per_phase=group, edge_tokens=edge[0] if edge else None)
+    return Case(f"{model.value} N:m_b:D:edge = {spec}", OLMOE, pipeline, ((num_tokens,) * num_ranks,), model)
 
 
 def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--model", type=CommunicationModel, default=CommunicationModel.INC_ALL_TO_ALL)
     parser.add_argument("--group", type=int, default=1, help="ranks per phase of a measurement")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D, several by commas")
+    parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D or N:m_b:D:edge, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
     parser.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")

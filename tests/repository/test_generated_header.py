@@ -81,7 +81,7 @@ KERNEL = """\
 #include "protocol.h"
 using namespace inc::protocol;
 __global__ void raise_flag(char* heap, Dims d, uint64_t magic, uint64_t slot) {
-    constexpr int header_words = Header::LAYER + 1;
+    constexpr int header_words = Header::EDGE_TOKENS + 1;
     static_assert(header_words == HEADER_FIELDS);
     auto* flags = reinterpret_cast<uint64_t*>(heap + offset(RankRegion::expert_rows_arrived, d));
     flags[slot_of(magic, d.depth) * d.world.num_dispatch_switches + slot] = signal_word(magic, true);

@@ -41,6 +41,8 @@ def test_a_shape_that_cannot_run_is_refused(changes: dict[str, int], limit: str,
     [
         ({"bound_tokens": 0}, "at least 1", "token count"),
         ({"microbatch_tokens": 0}, "at least 1", "token count"),
+        ({"edge_tokens": 0}, "between 1 and microbatch_tokens", "one size"),
+        ({"edge_tokens": 10**6}, "between 1 and microbatch_tokens", "one size"),
         ({"depth": 0}, "at least 1", "overlap"),
         ({"ranks_per_phase": 0}, "between 1 and num_ranks = 4", "within the world"),
         ({"ranks_per_phase": 5}, "between 1 and num_ranks = 4", "within the world"),
@@ -67,6 +69,35 @@ def test_a_world_without_ranks_is_refused() -> None:
 @pytest.mark.parametrize(("bound", "microbatch", "number"), [(1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2), (9, 4, 3)])
 def test_microbatches_follow_from_the_bound(bound: int, microbatch: int, number: int) -> None:
     assert Pipeline(bound, microbatch).num_microbatches == number
+
+
+@pytest.mark.parametrize(
+    ("bound", "microbatch", "edge", "sizes"),
+    [
+        (32, 8, 2, [2, 4, 8, 8, 4, 4, 2]),
+        (28, 8, 4, [4, 8, 8, 4, 4]),
+        (24, 8, 3, [3, 6, 6, 6, 3]),
+        (7, 8, 2, [2, 3, 2]),
+        (4, 8, 2, [4]),
+        (1, 8, 1, [1]),
+        (3, 8, 1, [1, 1, 1]),
+        (24, 8, 8, [8, 8, 8]),
+    ],
+)
+def test_sizes_double_from_either_edge(bound: int, microbatch: int, edge: int, sizes: list[int]) -> None:
+    pipeline = Pipeline(bound, microbatch, edge_tokens=edge)
+    parts = [pipeline.tokens_of(number) for number in range(pipeline.num_microbatches)]
+    assert [part.stop - part.start for part in parts] == sizes
+
+
+def test_every_cut_covers_the_tokens_once_and_no_microbatch_is_empty_or_too_large() -> None:
+    for bound in range(1, 50):
+        for microbatch in range(1, 18):
+            for edge in (None, *range(1, microbatch + 1)):
+                pipeline = Pipeline(bound, microbatch, edge_tokens=edge)
+                parts = [pipeline.tokens_of(number) for number in range(pipeline.num_microbatches)]
+                assert [t for part in parts for t in range(bound)[part]] == list(range(bound)), pipeline
+                assert all(0 < part.stop - part.start <= microbatch for part in parts), pipeline
 
 
 def test_an_environment_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
