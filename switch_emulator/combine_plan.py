@@ -102,7 +102,13 @@ class CombinePlan:
         """The contiguous runs to pull from `expert_rank` for `owners`; all ranks own without phases."""
         runs = []
         for plane in range(self.dims.world.num_dispatch_switches):
-            if self.dims.model.phased:
+            if self.dims.row_groups:
+                for sender in sorted(owners):
+                    start = first_row(self.dims, plane, sender, 0)
+                    for run in runs_of(self.membership(plane, sender)[:, expert_rank]):
+                        rows = np.arange(run.start, run.stop)
+                        runs += self._runs(plane, start + run.start, np.full(len(rows), sender), rows)
+            elif self.dims.model.phased:
                 for sender in sorted(owners):
                     rows = self._rows_of_owner(plane, sender)[expert_rank]
                     start = first_row(self.dims, plane, sender, 0)

@@ -23,7 +23,7 @@ import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
 from inc_runtime.backends.device_errors import error_of_record
-from inc_runtime.compile_cache import Built, Verbs, build, bypass_define
+from inc_runtime.compile_cache import Built, Verbs, build, heap_defines
 from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
@@ -224,8 +224,8 @@ class DeviceHeap:
             )
         if layout.dims.model.phased and verbs is Verbs.NVSHMEM:
             raise ConfigurationError(f"{layout.dims.model.value}: the phased kernels take the direct verbs alone so far.")
-        if layout.dims.local_bypass and verbs is Verbs.NVSHMEM:
-            raise ConfigurationError("local_bypass = True: it takes the direct verbs alone so far. Leave it off, or use them.")
+        if (layout.dims.local_bypass or layout.dims.row_groups) and verbs is Verbs.NVSHMEM:
+            raise ConfigurationError("local_bypass, row_group_tokens: they take the direct verbs alone so far. Leave them off.")
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
@@ -324,7 +324,7 @@ class DeviceHeap:
     def build(self, source: Path, *, headers: Mapping[str, str] | None = None, defines: Sequence[str] = ()) -> Built:
         """Compile a kernel of the ranks for this GPU and this heap's communication model, or take it from the cache."""
         dims = self.layout.dims
-        defines = [*defines, *["INC_DIRECT"] * dims.direct, *bypass_define(dims)]
+        defines = [*defines, *["INC_DIRECT"] * dims.direct, *heap_defines(dims)]
         built = build(source, self.verbs, self.gpu.arch, dims.model, headers=headers, defines=defines)
         if self.verbs is Verbs.NVSHMEM:
             self.job.init_module(built)

@@ -145,11 +145,11 @@ def runs_of(chosen: np.ndarray) -> list[slice]:
 def first_row(dims: Dims, plane: int, sender: int, rows_before: int) -> int:
     """Where the rows of `sender` begin in the expert rank's slot.
 
-    Phased and relayed models give every sender a subregion of its own, so that a sender may write while rows of
-    others are still read. The coalesced packet of the INC collectives packs the senders in rank order, `rows_before` rows
+    Phased and relayed models, and cut-through, give every sender a subregion of its own, so that a sender may write while
+    rows of others are still read. The coalesced packet of the INC collectives packs the senders in rank order, `rows_before` rows
     of lower ranks first.
     """
-    if dims.model.phased or not dims.model.in_network:
+    if dims.model.phased or not dims.model.in_network or dims.row_groups:
         return (plane * dims.num_ranks + sender) * dims.dispatch_plane_tokens
     return plane * dims.num_ranks * dims.dispatch_plane_tokens + rows_before
 

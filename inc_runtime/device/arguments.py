@@ -143,6 +143,8 @@ HEAP = _struct(
     ("rows_per_chunk", "<i4"),
     ("phased", "<i4"),
     ("ranks_per_phase", "<i4"),
+    ("row_group_tokens", "<i4"),  # with cut-through
+    ("row_groups", "<i4"),
     ("barrier_after_dispatch", "<i4"),  # of the call, where the model is phased
 )
 
@@ -261,6 +263,7 @@ def heap_argument(layout: HeapLayout, pe: int, bases: list[int], *, wait_limit_s
     heap["dispatch_switch"], heap["combine_switch"] = dims.world.dispatch_switch(0), dims.world.combine_switch(0)
     for name in ("depth", "microbatch_tokens", "hidden_size", "top_k", "relay_cells", "rows_per_chunk", "ranks_per_phase"):
         heap[name] = getattr(dims, name)
+    heap["row_group_tokens"], heap["row_groups"] = dims.row_group_tokens, dims.row_groups
     heap["selective"], heap["phased"] = dims.model.selective, dims.model.phased
     heap["barrier_after_dispatch"] = 1
     return heap

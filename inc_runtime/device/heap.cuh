@@ -15,6 +15,13 @@ constexpr bool LOCAL_BYPASS = true;
 #else
 constexpr bool LOCAL_BYPASS = false;
 #endif
+#if defined(INC_CUT_THROUGH)  // the dispatch switch forwards groups of tokens as they arrive: cut_through.cuh
+constexpr bool CUT_THROUGH = true;
+#else
+constexpr bool CUT_THROUGH = false;
+#endif
+// Whether a sender's run in a slot may have places without a row: then a received row without a local expert is none.
+constexpr bool GAPS = LOCAL_BYPASS || CUT_THROUGH;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 // The threads of one block that act for the PE, and the block's place among its blocks.

@@ -11,7 +11,7 @@
 // Cost: one remote store per row; results/data/collectives_*.csv.
 #pragma once
 
-#include "local_bypass.cuh"
+#include "cut_through.cuh"
 #include "sums.cuh"
 
 namespace inc::inc_all_to_all {
@@ -92,12 +92,38 @@ __device__ inline void put_and_keep_token(const Heap& heap, const RoutedTokens& 
         });
 }
 
+// Put one token: its record and its row. One warp.
+__device__ inline void put_token(const Heap& heap, const RoutedTokens& routed, uint64_t slot, uint64_t inbox, int token, int lane) {
+    warp_passes_port(heap, heap.pe, Port::EGRESS, heap.record_bytes + heap.row_bytes, lane);
+    const Remote record{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
+    put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), record, routed, token, lane);
+    Link::put_row(heap, routed.tokens + uint64_t(token) * heap.row_bytes, heap.row_bytes, lane, 1, [&](int) {
+        return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_tokens, inbox, token)};
+    });
+}
+
+// With cut-through: the groups of this block.
+__device__ inline void put_tokens_in_groups(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed,
+                                            uint64_t inbox) {
+    const uint64_t slot = slot_of(magic, heap.depth);
+    const int lane = team.lane();
+    cut_through::put_groups(
+        heap, team, magic, routed.num_tokens,
+        [&](int token) {
+            if constexpr (LOCAL_BYPASS)
+                put_and_keep_token(heap, routed, slot, inbox, token, lane);
+            else
+                put_token(heap, routed, slot, inbox, token, lane);
+        },
+        [&]() { put_header(heap, routed, magic, inbox, lane); });
+}
+
 // With local bypass. Every block has a part in the packet, also with few tokens.
 __device__ inline void put_and_keep_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed,
                                            uint64_t inbox) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const int lane = team.lane();
-    for (int token = team.number_of_warp(); token < routed.num_tokens; token += team.total_warps())
+    for (int token = first_token_of_warp(heap, team); token < routed.num_tokens; token = next_token_of_warp(heap, team, token))
         put_and_keep_token(heap, routed, slot, inbox, token, lane);
     if (team.block == team.num_blocks - 1 && team.warp() == team.num_warps() - 1) put_header(heap, routed, magic, inbox, lane);
     if (finish_packet(heap, team, Packet::PUSH, slot, team.num_blocks) && lane == 0)
@@ -108,6 +134,7 @@ __device__ inline void put_and_keep_tokens(const Heap& heap, const Team& team, u
 // Put the microbatch into slot `inbox` of the dispatch switch: one packet. Every block of the team calls it; returns before it has
 // landed.
 __device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed, uint64_t inbox) {
+    if constexpr (CUT_THROUGH) return put_tokens_in_groups(heap, team, magic, routed, inbox);
     if constexpr (LOCAL_BYPASS) return put_and_keep_tokens(heap, team, magic, routed, inbox);
     const uint64_t slot = slot_of(magic, heap.depth);
     const PushUnits cut = units_of_push(heap, team, routed.num_tokens);
@@ -147,6 +174,7 @@ __device__ inline void push_microbatch(const Heap& heap, const Team& team, uint6
 
 // Wait for the packet of the dispatch switch. Rows are packed by sender, in token order. Returns false after an abort.
 __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, uint64_t magic, ReceivedRows& received) {
+    if constexpr (CUT_THROUGH) return cut_through::wait_for_groups(heap, team, magic, received);
     const uint64_t slot = slot_of(magic, heap.depth);
     const char* flag = own<char>(heap, RankRegion::expert_rows_arrived, slot, 0, 0);
     if (!wait_until(heap, team, flag, Tag::EXPERT_ROWS, magic)) return false;

@@ -239,6 +239,12 @@ __device__ inline bool add_lower_runs(const Heap& heap, const Team& team, Regrou
     return shared.outcome == Outcome::ARRIVED;
 }
 
+// Where the row of a token stands in a slot with cut-through: in its sender's run, whatever came before.
+__device__ inline int row_in_run(const Heap& heap, const RegroupShared& shared, int token) {
+    const int sender = sender_of(shared, token);
+    return sender * heap.microbatch_tokens + token - shared.first[sender];
+}
+
 // Fill one tile and advance `shared.before` over it. Begins and ends with a barrier.
 __device__ inline void place_tile(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared,
                                   Tile& tile) {
@@ -266,8 +272,10 @@ __device__ inline void place_tile(const Heap& heap, const Team& team, const Send
     team.sync();
     if (present) {
         for (int rank = 0; rank < num_ranks; ++rank) {
-            const int row = tile.rows[team.thread * num_ranks + rank] + shared.warp_rows[warp][rank];
+            int row = tile.rows[team.thread * num_ranks + rank] + shared.warp_rows[warp][rank];
+            if constexpr (CUT_THROUGH) row = row_in_run(heap, shared, tile.begin + team.thread);
             tile.rows[team.thread * num_ranks + rank] = row;
+            if constexpr (CUT_THROUGH) continue;
             if (mask >> rank & 1)
                 tile.token_of_row[rank * SWITCH_THREADS + row - shared.first_rows[rank]] = uint16_t(team.thread);
         }

@@ -39,6 +39,13 @@ def test_every_region_and_sum_is_that_of_the_role_programs(folder, model, case, 
 
 
 @pytest.mark.parametrize("local_bypass", [False, True], ids=["", "local bypass"])
+@pytest.mark.parametrize(("case", "group"), [(ONE, 3), (ONE, 8), (SEVERAL, 2), (TILES, 20), (THREE, 1)], ids=str)
+def test_a_dispatch_switch_that_cuts_through_leaves_what_its_role_program_does(folder, case, group, local_bypass):
+    pipeline = replace(case.pipeline, ranks_per_phase=1, local_bypass=local_bypass, row_group_tokens=group)
+    check_case(folder, replace(case, pipeline=pipeline), World(len(case.num_tokens[0])))
+
+
+@pytest.mark.parametrize("local_bypass", [False, True], ids=["", "local bypass"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ranks_that_reach_each_other_need_no_switch(folder, case, local_bypass):
     case = replace(case, model=CommunicationModel.ALL_TO_ALL, pipeline=replace(case.pipeline, local_bypass=local_bypass))
