@@ -9,8 +9,8 @@ and records, on average over the ranks; `--rank-port-gbps` bounds both (0: no bo
 scale_model). `switch_rows_held`: rows that the layout keeps on a switch, in microbatches of a rank. `copy_peak`: a plain copy
 over the same link in the same run. `latency_*`: from push to rows, and from publish to sums, the maximum over the ranks of each
 microbatch, each rank by its own clock. `--row-group-tokens` lets the dispatch switch cut through (0: store and forward),
-`--local-bypass` keeps rows of a rank's own experts on it; both have columns. Every configuration first runs with hashed tokens, whose rows and sums are compared on the
-device. Rates count token rows alone.
+`--local-bypass` keeps rows of a rank's own experts on it; both have columns. Every configuration first runs with hashed tokens,
+whose rows and sums are compared on the device. Rates count token rows alone.
 """
 
 from __future__ import annotations
