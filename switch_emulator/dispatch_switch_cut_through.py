@@ -1,9 +1,9 @@
 """INC All-to-All-Dispatch, cut-through, switch side: each group of tokens goes on as it arrives, whoever else is late.
 
 Waits on: `group_arrived` of every sender's next group. Signals: `expert_group_arrived` on every rank, payload or not;
-`plan_arrived` on every combine switch once the last group of a microbatch has gone. Reads: its inbox. Writes: `expert_rows`, its
-routing and headers in the sender's run on the expert ranks. Rank side: `inc_runtime/collectives/cut_through.py`. It compares no
-headers: every expert rank does.
+`plan_arrived` on the combine switches of its tokens once the last group of a microbatch has gone. Reads: its inbox.
+Writes: `expert_rows`, its routing and headers in the sender's run on the expert ranks. Rank side:
+`inc_runtime/collectives/cut_through.py`. It compares no headers: every expert rank does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inc_runtime.collectives.cut_through import group_tokens
 from inc_runtime.collectives.microbatch import first_row, membership_through_switch, runs_of
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
 from inc_runtime.protocol import Header, Tag, signal_word, slot_of
-from switch_emulator.dispatch_switch import forward_plan
+from switch_emulator.dispatch_switch import forward_plans
 from switch_emulator.serving import Stopped, stop_words
 
 
@@ -79,6 +79,5 @@ class CutThroughDispatch:
         if self.ended[magic] < self.dims.num_ranks:
             return
         del self.ended[magic]
-        for combine_plane in range(self.dims.world.num_combine_switches):
-            forward_plan(self.pe, magic, self.plane, combine_plane)
+        forward_plans(self.pe, magic, self.plane)
         self.pe.memory["magic"][0] = magic

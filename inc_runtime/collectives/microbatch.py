@@ -57,6 +57,15 @@ def plane_tokens(num_tokens: int, plane: int, plane_capacity: int) -> range:
     return range(start, min(start + plane_capacity, num_tokens))
 
 
+def planes_that_meet(dims: Dims, combine_plane: int) -> range:
+    """The dispatch planes that serve a token which this combine plane sums; all of a plane that serves none: the first."""
+    first = combine_plane * dims.combine_plane_tokens
+    last = min(first + dims.combine_plane_tokens, dims.microbatch_tokens) - 1
+    if last < first:
+        return range(1)
+    return range(first // dims.dispatch_plane_tokens, last // dims.dispatch_plane_tokens + 1)
+
+
 def write_header(header: np.ndarray, call: Call, magic: int, num_rows: int) -> None:
     """Fill one header: [HEADER_FIELDS] int64."""
     header[Header.NUM_ROWS] = num_rows
