@@ -25,7 +25,6 @@ from inc_runtime.config import CommunicationModel
 from inc_runtime.device.arguments import header_text
 from inc_runtime.environment import Environment
 from inc_runtime.errors import BuildError
-from inc_runtime.heap_layout import Dims
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_FOLDERS = (
@@ -72,17 +71,6 @@ class Built:
         )
         found = re.findall(pattern, self.report)
         return [Resources(name, int(used), int(stack), int(stores) + int(loads)) for name, stack, stores, loads, used in found]
-
-
-def heap_defines(dims: Dims) -> list[str]:
-    """What the kernels of ranks and switches on a heap are compiled with for its options."""
-    return ["INC_LOCAL_BYPASS"] * dims.local_bypass + ["INC_CUT_THROUGH"] * (dims.row_groups > 0)
-
-
-def model_options(dims: Dims) -> list[str]:
-    """Options of the compiler that make a kernel of the ranks one of this heap."""
-    names = ["INC_RELAYED"] * (not dims.model.in_network) + ["INC_PHASED"] * dims.model.phased
-    return [f"-D{name}" for name in [*names, *["INC_DIRECT"] * dims.direct, *heap_defines(dims)]]
 
 
 def nvshmem_folder() -> Path:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap
-from inc_runtime.compile_cache import Built, build, heap_defines
+from inc_runtime.compile_cache import Built, build
 from inc_runtime.config import CommunicationModel, SumOrder
 from inc_runtime.device.arguments import MAX_SWITCH_BLOCKS, SWITCH_ARGUMENTS, SWITCH_MOMENT, WORKSPACE
+from inc_runtime.device.heap_options import heap_defines
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.heap_layout import Dims
 from inc_runtime.protocol import Role

@@ -213,6 +213,8 @@ extern "C" __global__ void stop_kernel(const __grid_constant__ inc::Heap heap) {
     using namespace inc;
     Link::quiet();
     const uint64_t word = signal_word(*own<uint64_t>(heap, RankRegion::magic) + 1, true);
-    signal(heap, {heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::stop, heap.pe)}, word);
-    signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::stop, heap.pe)}, word);
+    for (int plane = 0; plane < PLANES; ++plane) {
+        signal(heap, {heap.dispatch_switch + plane, offset_of(heap, DispatchSwitchRegion::stop, heap.pe)}, word);
+        signal(heap, {heap.combine_switch + plane, offset_of(heap, CombineSwitchRegion::stop, heap.pe)}, word);
+    }
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inc_runtime.compile_cache import Verbs, model_options
+from inc_runtime.compile_cache import Verbs
 from inc_runtime.config import SumOrder
 from inc_runtime.device.arguments import (
     ERROR_RECORD,
@@ -28,6 +28,7 @@ from inc_runtime.device.arguments import (
     header_text,
     heap_argument,
 )
+from inc_runtime.device.heap_options import model_options
 from inc_runtime.heap_layout import BF16, STARTS_AT_ZERO, Dims, Kind
 from inc_runtime.protocol import Role, World
 from switch_emulator.launch_switch import has_clerk, kernel_of

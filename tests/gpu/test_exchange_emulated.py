@@ -45,6 +45,13 @@ def test_a_dispatch_switch_that_cuts_through_leaves_what_its_role_program_does(f
     check_case(folder, replace(case, pipeline=pipeline), World(len(case.num_tokens[0])))
 
 
+@pytest.mark.parametrize("planes", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_several_switches_of_each_role_share_the_tokens(folder, case, planes):
+    case = replace(case, pipeline=replace(case.pipeline, ranks_per_phase=1))
+    check_case(folder, case, World(len(case.num_tokens[0]), planes, planes))
+
+
 @pytest.mark.parametrize("local_bypass", [False, True], ids=["", "local bypass"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ranks_that_reach_each_other_need_no_switch(folder, case, local_bypass):
