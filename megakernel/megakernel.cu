@@ -79,12 +79,17 @@ struct VectorStages {
   __device__ int first_token(int number) const { return min(cut_of(heap, arguments).first_token(number), total_tokens()); }
   __device__ int num_tokens(int number) const { return first_token(number + 1) - first_token(number); }
 
-  __device__ bool send(int number) {
+  __device__ bool route(int number) {
+    const uint64_t magic = magic_of(number);
+    trace.begin();
+    if (!route_microbatch(heap, team, arguments, magic, first_token(number), num_tokens(number))) return false;
+    trace.end(TracedStage::ROUTE, magic, num_tokens(number));
+    return true;
+  }
+
+  __device__ bool push(int number) {
     const uint64_t magic = magic_of(number);
     const int first = first_token(number), count = num_tokens(number);
-    trace.begin();
-    if (!route_microbatch(heap, team, arguments, magic, first, count)) return false;
-    trace.end(TracedStage::ROUTE, magic, count);
     trace.begin();
     const int64_t choices = int64_t(first) * arguments.top_k;
     push_microbatch(heap, team, magic,
@@ -136,11 +141,23 @@ struct VectorStages {
 
   __device__ bool due(int number) const { return number >= 0 && number < arguments.num_microbatches; }
 
+  // Are the rows of a microbatch grouped before those of a later one are pushed? Products may wait for them. Where they are there
+  // already; each block decides for itself, as no block waits for others in a push to the switch. In the plain models blocks do:
+  // those group first where the rows come straight from the ranks, and last where they take long through a relay.
+  __device__ bool groups_first(int number) const {
+    if constexpr (RELAYED || PHASED) return DIRECT && !PHASED;
+    return team.all(expert_rows_arrived(heap, magic_of(number)));
+  }
+
   // Returns false after an abort.
   __device__ bool run() {
     for (int step = 0; step < arguments.num_microbatches + arguments.combine_lag; ++step) {
-      if (due(step) && !send(step)) return false;
-      if (due(step - arguments.group_lag) && !group(step - arguments.group_lag)) return false;
+      const int grouped = step - arguments.group_lag;
+      if (due(step) && !route(step)) return false;
+      const bool early = grouped < step && due(step) && due(grouped) && groups_first(grouped);
+      if (early && !group(grouped)) return false;
+      if (due(step) && !push(step)) return false;
+      if (!early && due(grouped) && !group(grouped)) return false;
       if (due(step - arguments.reduce_lag) && !reduce(step - arguments.reduce_lag)) return false;
       if (due(step - arguments.combine_lag) && !combine(step - arguments.combine_lag)) return false;
     }

@@ -4,11 +4,11 @@
         [--tokens 1024 8192] [--microbatches 512 1024] [--groups 1 2] [--rank-port-gbps 23] [--seconds 240] [--local-bypass]
 
 Each implementation runs at every microbatch size, edge (and number of ranks per phase) of the options; the tables take its best.
-Every point is checked against float64 before it is timed: two calls to warm up, then five; a time is the median over the calls of
-the longest of any rank. The data file is written after each point, and a second run of the same command goes on where it was
-interrupted or ran out of --seconds. All bytes cross the switch PEs, those of a rank's own experts included; the Baseline's go
-through the relays too. With --local-bypass rows of a rank's own experts stay on it, in all five: a series of its own.
-`python -m results.measure_speed_ups --redraw FILE` draws the table and the figure again.
+Every point is checked against float64, then replayed as a CUDA graph: two calls to warm up, then five; a time is the median over
+the calls of the longest of any rank. The data file is written after each point, and a second run of the same command goes on
+where it was interrupted or ran out of --seconds. All bytes cross the switch PEs, those of a rank's own experts included; the
+Baseline's go through the relays too. With --local-bypass rows of a rank's own experts stay on it, in all five: a series of its
+own. `python -m results.measure_speed_ups --redraw FILE` draws the table and the figure again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megakernel.launch_megakernel import MegaKernel
 from megakernel.reference import bf16_bound, route_reference
 from megakernel.relayed_exchange import RelayedExchange, whole_batch
 from results.layer_cases import BASELINE_SUM_ROUNDINGS, Experts
-from results.layer_rivals import grouped_mm_pair
+from results.layer_rivals import captured, grouped_mm_pair
 from results.layer_timing import Ranks
 from results.measure_moe_layer import commit_name
 from results.speed_up_tables import COLUMNS, GROUPED_MM, redraw
@@ -177,7 +177,7 @@ def measure(bench: Bench, point: Point) -> None:
         layer = make_layer(bench, point, heap)
         error = error_of(bench, lambda: layer(hidden, logits, out=out), hidden, logits, out)
         job.barrier()
-        times = times_of(lambda: layer(hidden, logits, out=out))
+        times = times_of(captured(lambda: layer(hidden, logits, out=out)))
         layer.raise_on_error()
         job.barrier()
         if isinstance(layer, GpuBaseline):

@@ -38,24 +38,37 @@ struct TokenSums {
     const int32_t* row_of_token;
     const char* kept = nullptr;  // with local bypass, in place of this rank's own
 
-    // Sixteen bytes of the sum of a token: bfloat16, from column 8 * `column` on.
-    __device__ uint4 words(const Heap& heap, int token, int column) const {
-        constexpr int AT_ONCE = 4;
-        const int32_t* rows = row_of_token + uint64_t(token) * heap.num_ranks;
-        float sum[8] = {};
-        for (int first = 0; first < heap.num_ranks; first += AT_ONCE) {
-            uint4 words[AT_ONCE];
+    // The sum of one token. Where its partial sums stand is looked up once, for ranks 0 to AT_ONCE - 1.
+    struct OfToken {
+        static constexpr int AT_ONCE = 4;
+        const TokenSums& sums;
+        const int32_t* rows;
+        int row[AT_ONCE];
+
+        // Sixteen bytes of it: bfloat16, from column 8 * `column` on.
+        __device__ uint4 words(const Heap& heap, int column) const {
+            float sum[8] = {};
+            for (int first = 0; first < heap.num_ranks; first += AT_ONCE) {
+                uint4 words[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int row = first + i < heap.num_ranks ? rows[first + i] : -1;
-                const char* sums = LOCAL_BYPASS && first + i == heap.pe ? kept : partial + (first + i) * rank_stride;
-                const char* source = sums + uint64_t(row) * heap.row_bytes + column * 16;
-                words[i] = row >= 0 ? load_16_bytes(source) : make_uint4(0, 0, 0, 0);
+                for (int i = 0; i < AT_ONCE; ++i) words[i] = partial(heap, first + i, first ? place(heap, first + i) : row[i], column);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) add_row_words(sum, words[i]);
             }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) add_row_words(sum, words[i]);
+            return round_to_bf16(sum);
         }
-        return round_to_bf16(sum);
+        __device__ int place(const Heap& heap, int rank) const { return rank < heap.num_ranks ? rows[rank] : -1; }
+        __device__ uint4 partial(const Heap& heap, int rank, int row, int column) const {
+            const char* first = LOCAL_BYPASS && rank == heap.pe ? sums.kept : sums.partial + rank * sums.rank_stride;
+            return row >= 0 ? load_16_bytes(first + uint64_t(row) * heap.row_bytes + column * 16) : make_uint4(0, 0, 0, 0);
+        }
+    };
+
+    __device__ OfToken of(const Heap& heap, int token) const {
+        OfToken found{*this, row_of_token + uint64_t(token) * heap.num_ranks, {}};
+#pragma unroll
+        for (int i = 0; i < OfToken::AT_ONCE; ++i) found.row[i] = found.place(heap, i);
+        return found;
     }
 };
 

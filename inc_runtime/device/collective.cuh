@@ -28,6 +28,16 @@ namespace inc {
 
 constexpr bool RELAYED = INC_RELAYED_OR_NOT;
 
+#if defined(INC_PHASED)
+constexpr bool PHASED = true;
+#else
+constexpr bool PHASED = false;
+#endif
+#if !defined(INC_RELAYED)
+constexpr bool DIRECT = false;
+#endif
+
+using inc_all_to_all::expert_rows_arrived;
 using INC_COLLECTIVE::publish_partial_sums;
 using INC_COLLECTIVE::push_microbatch;
 using INC_COLLECTIVE::TokenSums;

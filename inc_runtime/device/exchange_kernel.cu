@@ -154,9 +154,10 @@ __device__ inline bool finish(const Exchange& x, int number) {
         const int32_t* ids = reinterpret_cast<const int32_t*>(x.call.expert_ids) + (first + token) * x.call.top_k;
         int valid = 0;
         for (int choice = 0; choice < x.call.top_k; ++choice) valid += ids[choice] >= 0;
+        const TokenSums::OfToken sum = sums.of(x.heap, token);
         for (int column = x.team.lane(); column < x.heap.row_bytes / 16; column += WARP) {
             const uint64_t at = uint64_t(token) * x.heap.row_bytes + column * 16;
-            const uint4 word = sums.words(x.heap, token, column);
+            const uint4 word = sum.words(x.heap, column);
             if (x.call.verify) {
                 const uint4 row = hashed_row(x.call.seed, x.heap.pe, magic, token, column);
                 count_wrong(&x.result().wrong_sums, differ(word, valid ? times(row, valid) : make_uint4(0, 0, 0, 0)));

@@ -21,18 +21,29 @@ struct TokenSums {
     const char* own_rows = nullptr;
     const uint32_t* ranks = nullptr;
 
-    // Sixteen bytes of the sum of a token: bfloat16, from column 8 * `column` on.
-    __device__ uint4 words(const Heap& heap, int token, int column) const {
-        const uint64_t place = uint64_t(token) * heap.row_bytes + column * 16;
-        if constexpr (!LOCAL_BYPASS) return load_16_bytes(rows + place);
-        const uint32_t needing = ranks[token];
-        const uint4 nothing = make_uint4(0, 0, 0, 0);
-        const uint4 returned = needed_elsewhere(heap, needing) ? load_16_bytes(rows + place) : nothing;
-        const uint4 kept = needed_here(heap, needing) ? load_16_bytes(own_rows + place) : nothing;
-        float sum[8] = {};
-        add_row_words(sum, returned);
-        add_row_words(sum, kept);
-        return round_to_bf16(sum);
+    // The sum of one token.
+    struct OfToken {
+        const char* row;
+        const char* own_row;
+        bool returned, kept;
+
+        // Sixteen bytes of it: bfloat16, from column 8 * `column` on.
+        __device__ uint4 words(const Heap&, int column) const {
+            if constexpr (!LOCAL_BYPASS) return load_16_bytes(row + column * 16);
+            const uint4 nothing = make_uint4(0, 0, 0, 0);
+            const uint4 words[2] = {returned ? load_16_bytes(row + column * 16) : nothing,
+                                    kept ? load_16_bytes(own_row + column * 16) : nothing};
+            float sum[8] = {};
+            add_row_words(sum, words[0]);
+            add_row_words(sum, words[1]);
+            return round_to_bf16(sum);
+        }
+    };
+
+    __device__ OfToken of(const Heap& heap, int token) const {
+        const uint64_t place = uint64_t(token) * heap.row_bytes;
+        if constexpr (!LOCAL_BYPASS) return {rows + place, nullptr, true, false};
+        return {rows + place, own_rows + place, needed_elsewhere(heap, ranks[token]), needed_here(heap, ranks[token])};
     }
 };
 
@@ -208,6 +219,11 @@ __device__ inline bool wait_for_planes(const Heap& heap, const Team& team, uint6
                 heap.num_ranks * plane_tokens(heap),
                 first};
     return true;
+}
+
+// Has the packet of the dispatch switch come?
+__device__ inline bool expert_rows_arrived(const Heap& heap, uint64_t magic) {
+    return load_word(own<char>(heap, RankRegion::expert_rows_arrived, slot_of(magic, heap.depth), 0, 0)) >= signal_word(magic, false);
 }
 
 // Wait for the packet of the dispatch switch. Rows are packed by sender, in token order. Returns false after an abort.

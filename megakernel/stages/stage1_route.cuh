@@ -2,7 +2,7 @@
 // route: softmax, or sigmoid with a bias that counts for the choice alone; experts in falling order, the lower id first on ties.
 // Waits on: the other blocks, in the plain models. Signals: nothing. Reads: logits [num_tokens, E] float32 or bf16, bias [E].
 // Writes: expert_ids, weights [num_tokens, k].
-// Cost: k rounds of two warp reductions per token.
+// Cost: one read of the logits, then k rounds of two warp reductions per token.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,65 +36,105 @@ __device__ inline uint64_t largest_of_warp(uint64_t key) {
   return uint64_t(high) << 32 | __reduce_max_sync(ALL_LANES, uint32_t(key >> 32) == high ? uint32_t(key) : 0u);
 }
 
-// The best expert that no lane has taken yet, the lower id on ties, in every lane. `key_of(expert)`: its key; `taken` has bit i
-// set where this lane's i-th expert, number lane + 32 i, is used up.
-template <class KeyOf>
-__device__ inline int best_expert(int num_experts, uint32_t taken, int lane, KeyOf key_of) {
-  decltype(key_of(0)) best = 0;  // below the key of any number
-  int expert = num_experts;
-  for (int e = lane; e < num_experts; e += WARP) {
-    const auto key = key_of(e);
-    if (!(taken >> e / WARP & 1) && key > best) best = key, expert = e;
+// The logits of one token: expert lane + 32 i is the i-th of its lane. Held in registers, PER_LANE of them, where they fit: read again
+// for every choice they come from L2, as the polls of other warps empty L1, and a token takes 8 us. PER_LANE = 0: read again.
+template <int PER_LANE>
+struct TokenLogits {
+  const LayerArguments& arguments;
+  const int64_t row;
+  const int lane;
+  float held[PER_LANE ? PER_LANE : 1];
+
+  __device__ __forceinline__ TokenLogits(const LayerArguments& arguments, int token, int lane)
+      : arguments(arguments), row(int64_t(token) * arguments.num_experts), lane(lane) {
+    if constexpr (PER_LANE > 0) visit([&](int i, int expert) { held[i] = logit_of(arguments, row + expert); });
   }
-  const auto most = largest_of_warp(best);
-  return __reduce_min_sync(ALL_LANES, best == most ? expert : num_experts);
-}
+
+  // `visit(i, expert)` for every expert of this lane.
+  template <class Visit>
+  __device__ __forceinline__ void visit(Visit visit) const {
+    if constexpr (PER_LANE > 0) {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i)
+        if (lane + i * WARP < arguments.num_experts) visit(i, lane + i * WARP);
+    } else {
+      for (int i = 0; lane + i * WARP < arguments.num_experts; ++i) visit(i, lane + i * WARP);
+    }
+  }
+  __device__ __forceinline__ float at(int i, int expert) const {
+    if constexpr (PER_LANE > 0) return held[i];
+    return logit_of(arguments, row + expert);
+  }
+
+  // The top_k experts by key, the lower id on ties: choice c and its logit in lane c. `key_of(expert, logit)` of a number is above 0.
+  template <class KeyOf>
+  __device__ __forceinline__ void choose(KeyOf key_of, int& choice, float& logit) const {
+    uint32_t taken = 0;  // bit i: the i-th expert of this lane
+    for (int c = 0; c < arguments.top_k; ++c) {
+      decltype(key_of(0, 0.0f)) best = 0;
+      float of_best = 0;
+      int expert = arguments.num_experts;
+      visit([&](int i, int e) {
+        const float x = at(i, e);
+        const auto key = key_of(e, x);
+        if (!(taken >> i & 1) && key > best) best = key, of_best = x, expert = e;
+      });
+      const auto most = largest_of_warp(best);
+      const int chosen = __reduce_min_sync(ALL_LANES, best == most ? expert : arguments.num_experts);
+      const float of_chosen = __shfl_sync(ALL_LANES, of_best, chosen % WARP);
+      if (chosen % WARP == lane) taken |= 1u << chosen / WARP;
+      if (lane == c) choice = chosen, logit = of_chosen;
+    }
+  }
+};
 
 // One warp. Returns the first expert whose logit is not finite, else -1.
-__device__ inline int route_token(const LayerArguments& arguments, int token, int lane) {
+template <int PER_LANE>
+__device__ __forceinline__ int route_token_of(const LayerArguments& arguments, int token, int lane) {
+  const TokenLogits<PER_LANE> logits(arguments, token, lane);
   const int num_experts = arguments.num_experts, top_k = arguments.top_k;
-  const int64_t row = int64_t(token) * num_experts;
-  float largest = -INFINITY;
+  float largest = -INFINITY, total = 0;
   int bad = num_experts;
-  for (int expert = lane; expert < num_experts; expert += WARP) {
-    const float x = logit_of(arguments, row + expert);
+  logits.visit([&](int i, int expert) {
+    const float x = logits.at(i, expert);
     if (!isfinite(x)) bad = min(bad, expert);
     largest = fmaxf(largest, x);
-  }
+  });
   bad = __reduce_min_sync(ALL_LANES, bad);
   if (bad < num_experts) return bad;
 #pragma unroll
   for (int offset = WARP / 2; offset > 0; offset /= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, offset));
-  float total = 0;
-  for (int expert = lane; expert < num_experts; expert += WARP) total += expf(logit_of(arguments, row + expert) - largest);
+  logits.visit([&](int i, int expert) { total += expf(logits.at(i, expert) - largest); });
 #pragma unroll
   for (int offset = WARP / 2; offset > 0; offset /= 2) total += __shfl_xor_sync(ALL_LANES, total, offset);
 
   const float* bias = pointer<const float>(arguments.bias);
-  const bool by_score = arguments.sigmoid && bias != nullptr;
-  uint32_t taken = 0;
-  float weight = 0, sum = 0;  // lane c keeps the weight of choice c
   int choice = -1;
-  for (int c = 0; c < top_k; ++c) {
-    const int expert = by_score ? best_expert(num_experts, taken, lane,
-                                              [&](int e) {
-                                                const double x = logit_of(arguments, row + e);
-                                                return sortable(sigmoid(x) + double(bias[e]));
-                                              })
-                                : best_expert(num_experts, taken, lane,
-                                              [&](int e) { return sortable(logit_of(arguments, row + e)); });
-    if (expert % WARP == lane) taken |= 1u << expert / WARP;
-    const float x = logit_of(arguments, row + expert);
-    const float score = arguments.sigmoid ? float(sigmoid(double(x))) : expf(x - largest) / total;
-    sum += score;
-    if (lane == c) weight = score, choice = expert;
+  float logit = 0;
+  if (arguments.sigmoid && bias != nullptr)
+    logits.choose([&](int expert, float x) { return sortable(sigmoid(x) + double(bias[expert])); }, choice, logit);
+  else
+    logits.choose([](int, float x) { return sortable(x); }, choice, logit);
+
+  const float weight = arguments.sigmoid ? float(sigmoid(double(logit))) : expf(logit - largest) / total;
+  float sum = 1;
+  if (arguments.renormalize) {
+    sum = 0;
+    for (int c = 0; c < top_k; ++c) sum += __shfl_sync(ALL_LANES, weight, c);
+    sum = fmaxf(sum, 1.17549435e-38f);
   }
   if (lane < top_k) {
     const int64_t place = int64_t(token) * top_k + lane;
     pointer<int32_t>(arguments.expert_ids)[place] = choice;
-    pointer<float>(arguments.weights)[place] = arguments.renormalize ? weight / fmaxf(sum, 1.17549435e-38f) : weight;
+    pointer<float>(arguments.weights)[place] = weight / sum;
   }
   return -1;
+}
+
+__device__ inline int route_token(const LayerArguments& arguments, int token, int lane) {
+  if (arguments.num_experts <= 2 * WARP) return route_token_of<2>(arguments, token, lane);
+  if (arguments.num_experts <= 4 * WARP) return route_token_of<4>(arguments, token, lane);
+  return route_token_of<0>(arguments, token, lane);
 }
 
 // The choices of the microbatch's tokens. Nothing where they are given. Returns false after an abort.

@@ -50,7 +50,7 @@ def _values(files: Iterable[DataFile]) -> dict[tuple[str, str], dict[Place, dict
         for row in file.rows:
             if row.get("metric") in ALLOWED:
                 place = tuple(sorted((key, value) for key, value in row.items() if key in LIKE and value))
-                own = "/".join(row.get(key, "") for key in CUT)
+                own = "/".join(filter(None, (row.get(key) for key in CUT)))
                 out[origin, row["metric"]][place][own] = float(row["value"])
     return out
 

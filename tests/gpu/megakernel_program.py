@@ -20,6 +20,7 @@ from inc_runtime.errors import IncError
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import World
 from megakernel.device_trace import DeviceTrace
+from results.layer_rivals import captured
 from results.provenance import commit_name, header
 from tests.gpu.expected import Options
 from tests.gpu.layer_on_gpu import OLMOE, RELATIVE_BOUND, SMALL, Case, Layer, cases
@@ -170,7 +171,7 @@ def show_trace(job: NvshmemJob, case: Case, output: Path | None) -> None:
 
 
 def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> None:
-    """Median over calls of the longest launch of any rank."""
+    """Median over replays of the longest launch of any rank."""
     layer = Layer(job, case)
     times: list[float] = []
     if layer.kernel is not None:
@@ -180,8 +181,9 @@ def measure(job: NvshmemJob, case: Case, repeats: int = 12) -> None:
         torch.cuda.synchronize()
     job.barrier()
     if layer.kernel is not None:
+        replay = captured(lambda: layer.kernel(out=out, **given))
         for event in events:
-            layer.kernel(out=out, **given)
+            replay()
             event.record()
         torch.cuda.synchronize()
         layer.kernel.raise_on_error()

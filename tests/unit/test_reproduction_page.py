@@ -160,7 +160,7 @@ def test_two_runs_agree_or_do_not(tmp_path):
     (close,) = compare(runs(200), runs(206))
     assert close.within and close.count == 1 and close.largest == pytest.approx(0.0291, abs=1e-3)
     (far,) = compare(runs(200), runs(220))
-    assert not far.within and far.where == "megakernel/16/ over megakernel_inc/16/, 64 tokens"
+    assert not far.within and far.where == "megakernel/16 over megakernel_inc/16, 64 tokens"
     assert not compare([], runs(200))
 
 
