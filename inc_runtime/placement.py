@@ -172,7 +172,7 @@ class PlacementPlan:
 
 
 def plan_placements(machine: Machine, world: World) -> list[PlacementPlan]:
-    """Every placement, in order of preference, with where the PEs would go or why it cannot run; dual roles where there are planes."""
+    """Every placement, in order of preference, with where the PEs would go or why not; dual roles only where there are planes."""
     dual = world.num_dispatch_switches > 1
     kinds = [kind for kind in PlacementKind if kind is not PlacementKind.HOST and (dual or kind is not PlacementKind.DUAL_ROLE)]
     on_gpus = [_gpu_plan(machine, world, kind) for kind in kinds]

@@ -33,9 +33,6 @@ constexpr bool PHASED = true;
 #else
 constexpr bool PHASED = false;
 #endif
-#if !defined(INC_RELAYED)
-constexpr bool DIRECT = false;
-#endif
 
 using inc_all_to_all::expert_rows_arrived;
 using INC_COLLECTIVE::publish_partial_sums;

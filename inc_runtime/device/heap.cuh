@@ -10,6 +10,11 @@ namespace inc {
 using namespace protocol;
 
 constexpr int WARP = 32;
+#if defined(INC_DIRECT)  // a world without switches: direct.cuh
+constexpr bool DIRECT = true;
+#else
+constexpr bool DIRECT = false;
+#endif
 #if defined(INC_LOCAL_BYPASS)  // rows of a rank's own experts stay on it: local_bypass.cuh
 constexpr bool LOCAL_BYPASS = true;
 #else

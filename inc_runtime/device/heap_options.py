@@ -37,7 +37,7 @@ def check_options(dims: Dims, verbs: Verbs) -> None:
     if options["planes"] and (dims.model is not CommunicationModel.INC_ALL_TO_ALL or len(chosen) > 1):
         raise ConfigurationError(
             f"{dims.dispatch_planes} planes, {dims.model.value}, {', '.join(chosen)}: the kernels have planes for "
-            f"{CommunicationModel.INC_ALL_TO_ALL.value} without further options. Use one switch of each role, or the host backend."
+            f"{CommunicationModel.INC_ALL_TO_ALL.value} without other options. Use one switch of each role, or the host backend."
         )
     most = MAX_DEPTH // dims.dispatch_planes
     if dims.depth > most:

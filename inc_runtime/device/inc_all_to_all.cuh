@@ -221,8 +221,19 @@ __device__ inline bool wait_for_planes(const Heap& heap, const Team& team, uint6
     return true;
 }
 
-// Has the packet of the dispatch switch come?
+// Has the packet of every dispatch switch come? With cut-through: have the last groups, ahead of which others may still be under way?
+// Whoever takes the rows waits for all.
 __device__ inline bool expert_rows_arrived(const Heap& heap, uint64_t magic) {
+    if constexpr (CUT_THROUGH || PLANES > 1) {
+        bool all = true;
+        for (int i = 0; i < (CUT_THROUGH ? heap.num_ranks : PLANES); ++i) {
+            const uint64_t slot = slot_of(magic, heap.depth);
+            const char* flag = CUT_THROUGH ? own<char>(heap, RankRegion::expert_group_arrived, slot, 0, i, heap.row_groups - 1)
+                                           : own<char>(heap, RankRegion::expert_rows_arrived, slot, i, 0);
+            all = all && load_word(flag) >= signal_word(magic, false);
+        }
+        return all;
+    }
     return load_word(own<char>(heap, RankRegion::expert_rows_arrived, slot_of(magic, heap.depth), 0, 0)) >= signal_word(magic, false);
 }
 

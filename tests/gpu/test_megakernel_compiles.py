@@ -48,12 +48,13 @@ VARIANTS = [
     Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL),
     Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL, ("INC_DIRECT",)),
     Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL_PHASED),
-    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL, BYPASS),
-    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL, CUT_THROUGH),
-    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, (*CUT_THROUGH, *BYPASS)),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, BYPASS),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, CUT_THROUGH),
+    Variant("megakernel", LAYER, 128, 1024, Model.INC_ALL_TO_ALL, (*CUT_THROUGH, *BYPASS)),
+    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL, ("INC_PLANES=2",)),
     Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL_PHASED, BYPASS),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL, BYPASS),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL_PHASED, BYPASS),
+    Variant("megakernel", LAYER, 128, 1280, Model.ALL_TO_ALL, BYPASS),
+    Variant("megakernel", LAYER, 128, 2304, Model.ALL_TO_ALL_PHASED, BYPASS),
 ]
 
 
