@@ -158,6 +158,7 @@ def _add_job_arguments(parser: argparse.ArgumentParser, *, tokens: str, iteratio
     group.add_argument("--group", type=_count, default=1, help="G, ranks per phase of the phased forms (default 1)")
     group.add_argument("--no-barrier", action="store_true", help="no INC barrier after a phased dispatch")
     group.add_argument("--rank-order", action="store_true", help="switches add in rank order: sums do not depend on timing")
+    group.add_argument("--row-groups", type=_count, metavar="N", help="the switch forwards groups of N tokens as they come")
     group.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
     group.add_argument("--iterations", type=_count, default=iterations, help=f"timed calls (default {iterations})")
     group.add_argument("--delay-us", type=_delay, default=0.0, help="random delays before each verb, to provoke races")
@@ -302,6 +303,7 @@ def plan_of(options: argparse.Namespace, environment: Environment) -> JobPlan:
         SumOrder.RANK if options.rank_order else SumOrder.ARRIVAL,
         edge_tokens=options.edge,
         local_bypass=options.local_bypass,
+        row_group_tokens=options.row_groups,
     )
     if options.checkpoint:
         from megakernel.checkpoint import CheckpointReader, read_layer_shape

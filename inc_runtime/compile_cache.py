@@ -25,7 +25,6 @@ from inc_runtime.config import CommunicationModel
 from inc_runtime.device.arguments import header_text
 from inc_runtime.environment import Environment
 from inc_runtime.errors import BuildError
-from inc_runtime.heap_layout import Dims
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_FOLDERS = (
@@ -72,11 +71,6 @@ class Built:
         )
         found = re.findall(pattern, self.report)
         return [Resources(name, int(used), int(stack), int(stores) + int(loads)) for name, stack, stores, loads, used in found]
-
-
-def bypass_define(dims: Dims) -> list[str]:
-    """What the kernels of ranks and switches on a heap are compiled with where its local bypass is on."""
-    return ["INC_LOCAL_BYPASS"] * dims.local_bypass
 
 
 def nvshmem_folder() -> Path:

@@ -120,7 +120,8 @@ class Pipeline:
 
     `bound_tokens` is the largest number of tokens that any rank may bring to one call: M follows from it, so that
     every rank runs the same number of microbatches, however few tokens it has. `local_bypass`: rows of a rank's own
-    experts stay on it, also on the way back; they never cross a switch or a relay.
+    experts stay on it, also on the way back; they never cross a switch or a relay. `row_group_tokens`: the dispatch switch
+    forwards groups of so many tokens as they arrive (cut-through); None: a microbatch of all ranks at once.
 
     With `edge_tokens` the first and the last microbatch have so many tokens, and sizes double from either end until they reach
     m_b: the experts begin sooner, and less is left to combine behind them. Without it all but the last have m_b.
@@ -134,6 +135,7 @@ class Pipeline:
     sum_order: SumOrder = SumOrder.ARRIVAL
     row_format: RowFormat = RowFormat.BFLOAT16
     local_bypass: bool = False
+    row_group_tokens: int | None = None
     edge_tokens: int | None = None
 
     @property
@@ -215,6 +217,13 @@ def check(shape: LayerShape, pipeline: Pipeline, num_ranks: int) -> None:
         pipeline.ranks_per_phase,
         f"between 1 and num_ranks = {num_ranks}",
         "Choose G within the world.",
+    )
+    _require(
+        pipeline.row_group_tokens is None or 1 <= pipeline.row_group_tokens <= pipeline.microbatch_tokens,
+        "row_group_tokens",
+        pipeline.row_group_tokens,
+        f"between 1 and microbatch_tokens = {pipeline.microbatch_tokens}",
+        "Leave it out, so that the switch forwards whole microbatches.",
     )
     _require(
         not pipeline.local_bypass or num_ranks > 1,

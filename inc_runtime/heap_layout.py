@@ -51,6 +51,7 @@ class Dims:
     ranks_per_phase: int
     row_element_bytes: int = BF16.itemsize
     local_bypass: bool = False
+    row_group_tokens: int = 0
 
     @classmethod
     def of(cls, model: CommunicationModel, world: World, shape: LayerShape, pipeline: Pipeline) -> Dims:
@@ -58,23 +59,17 @@ class Dims:
             raise ConfigurationError(
                 f"{model.value} in {world}: it needs a switch of each role. Add them, or use {CommunicationModel.ALL_TO_ALL.value}."
             )
-        if pipeline.local_bypass and not model.selective:
-            raise ConfigurationError(
-                f"local_bypass = True: it must be False for {model.value}, whose rows go to every rank. Leave it off, or use "
-                "an all-to-all."
-            )
+        only_inc = model is CommunicationModel.INC_ALL_TO_ALL
+        for name, value, fits, why in (
+            ("local_bypass", pipeline.local_bypass, model.selective, "Its rows go to every rank."),
+            ("row_group_tokens", pipeline.row_group_tokens, only_inc, "The switch of inc_all_to_all alone cuts through."),
+        ):
+            if value and not fits:
+                raise ConfigurationError(f"{name} = {value}: it must be left out for {model.value}. {why}")
         group = pipeline.ranks_per_phase if model.phased else world.num_ranks
-        return cls(
-            model,
-            world,
-            pipeline.depth,
-            pipeline.microbatch_tokens,
-            shape.hidden_size,
-            shape.top_k,
-            group,
-            pipeline.row_format.num_bytes,
-            pipeline.local_bypass,
-        )
+        wire, groups = pipeline.row_format.num_bytes, pipeline.row_group_tokens or 0
+        sizes = (pipeline.depth, pipeline.microbatch_tokens, shape.hidden_size, shape.top_k)
+        return cls(model, world, *sizes, group, wire, pipeline.local_bypass, groups)
 
     @property
     def num_ranks(self) -> int:
@@ -111,6 +106,11 @@ class Dims:
     @property
     def combine_plane_tokens(self) -> int:
         return -(-self.microbatch_tokens // self.combine_planes)
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of one plane's share of a microbatch that are forwarded by themselves; 0 where the switch does not cut through."""
+        return 0 if self.row_group_tokens == 0 else -(-self.dispatch_plane_tokens // self.row_group_tokens)
 
     @property
     def expert_row_capacity(self) -> int:
@@ -258,6 +258,8 @@ RANK = (
     Region("expert_rows_routing", Kind.RECORDS, lambda d: (d.depth, d.expert_row_capacity), _routing, "dispatch switch", "this rank"),
     # The rank itself writes NUM_ROWS = 0 where a relayed message came without rows, hence without a header.
     Region("expert_rows_header", Kind.CONTROL, lambda d: (d.depth, d.dispatch_planes, d.num_ranks, HEADER_FIELDS), _int64, "dispatch switch", "this rank"),
+    # With cut-through every group of every sender has a word of its own, on its way in and out, also one without tokens.
+    _flags("expert_group_arrived", lambda d: (d.depth, d.dispatch_planes, d.num_ranks, d.row_groups), "dispatch switch", "this rank", when=_inc_collective),
     _flags("expert_rows_arrived", lambda d: (d.depth, d.dispatch_planes, d.senders_per_flag), "dispatch switch", "this rank", when=_inc),
     Region("token_sums", Kind.ROWS, lambda d: (d.depth, d.microbatch_tokens, d.hidden_size), _row, "combine switch", "this rank", when=_inc),
     _flags("token_sums_arrived", lambda d: (d.depth, d.combine_planes), "combine switch", "this rank", when=_inc),
@@ -291,6 +293,7 @@ DISPATCH_SWITCH = (
     Region("inbox_tokens", Kind.ROWS, lambda d: (d.inbox_slots, d.dispatch_plane_tokens, d.hidden_size), _row, "rank", "this switch", when=_inc),
     Region("inbox_header", Kind.CONTROL, lambda d: (d.inbox_slots, HEADER_FIELDS), _int64, "rank", "this switch", when=_inc),
     Region("inbox_routing", Kind.RECORDS, lambda d: (d.inbox_slots, d.dispatch_plane_tokens), _routing, "rank", "this switch", when=_inc),
+    _flags("group_arrived", lambda d: (d.depth, d.num_ranks, d.row_groups), "rank", "this switch", when=_inc_collective),
     _flags("tokens_arrived", lambda d: (d.depth, d.num_ranks), "rank", "this switch", when=_inc),
     Region("outbox_header", Kind.CONTROL, lambda d: (d.depth, d.num_ranks, d.num_ranks, HEADER_FIELDS), _int64, "this switch", "its own puts", when=_inc),
     _flags("dispatch_requests", lambda d: (d.num_ranks,), "rank", "this switch", when=_phased),

@@ -88,9 +88,9 @@ class Counters:
     combine_rows_received: int = 0
 
 
-DATA_FLAGS_OF_DISPATCH = {"tokens_arrived", "expert_rows_arrived"}
+DATA_FLAGS_OF_DISPATCH = {"tokens_arrived", "expert_rows_arrived", "group_arrived", "expert_group_arrived"}
 DATA_FLAGS_OF_COMBINE = {"token_sums_arrived"}
-DISPATCH_NAMES = {"dispatch", "tokens_arrived", "relay_arrived"}
+DISPATCH_NAMES = {"dispatch", "tokens_arrived", "group_arrived", "relay_arrived"}
 COMBINE_NAMES = {"combine", "token_sums_arrived", "partial_chunk_arrived"}
 CHUNK_FLAGS = {"relay_arrived", "expert_chunk_arrived", "partial_chunk_arrived"}
 

@@ -31,11 +31,13 @@ X86_64 = ("x86_64", "AMD64")
 
 
 class PlacementKind(enum.Enum):
-    """`native`: one GPU per PE. `scale_model`: the ranks share GPUs, the switches others. `shared`: one GPU per rank, the
-    switches on a few SMs of the same GPUs. `one_gpu`: all on one, functional only. `host`: no GPU.
+    """`native`: one GPU per PE. `dual_role`: one per rank and one per plane, whose dispatch and combine switch share it, so that
+    its port is used in both directions. `scale_model`: the ranks share GPUs, the switches others. `shared`: one GPU per rank,
+    the switches on a few SMs of the same GPUs. `one_gpu`: all on one, functional only. `host`: no GPU.
     """
 
     NATIVE = "native"
+    DUAL_ROLE = "dual_role"
     SCALE_MODEL = "scale_model"
     SHARED = "shared"
     ONE_GPU = "one_gpu"
@@ -92,6 +94,7 @@ def num_gpus_needed(kind: PlacementKind, world: World) -> int:
     """GPUs that a placement takes at least."""
     return {
         PlacementKind.NATIVE: world.num_pes,
+        PlacementKind.DUAL_ROLE: world.num_ranks + max(world.num_dispatch_switches, world.num_combine_switches),
         PlacementKind.SCALE_MODEL: 2,
         PlacementKind.SHARED: world.num_ranks,
         PlacementKind.ONE_GPU: 1,
@@ -129,6 +132,9 @@ def _gpus_of_pes(kind: PlacementKind, world: World, num_gpus: int) -> list[int]:
     switches = world.num_pes - world.num_ranks
     if kind is PlacementKind.NATIVE:
         return list(range(world.num_pes))
+    if kind is PlacementKind.DUAL_ROLE:
+        planes = [world.num_ranks + world.plane_of(switch) for switch in range(world.num_ranks, world.num_pes)]
+        return [*range(world.num_ranks), *planes]
     if kind is PlacementKind.ONE_GPU:
         return [0] * world.num_pes
     if kind is PlacementKind.SHARED:
@@ -166,8 +172,10 @@ class PlacementPlan:
 
 
 def plan_placements(machine: Machine, world: World) -> list[PlacementPlan]:
-    """Every placement, in order of preference, with where the PEs would go or why it cannot run."""
-    on_gpus = [_gpu_plan(machine, world, kind) for kind in PlacementKind if kind is not PlacementKind.HOST]
+    """Every placement, in order of preference, with where the PEs would go or why not; dual roles only where there are planes."""
+    dual = world.num_dispatch_switches > 1
+    kinds = [kind for kind in PlacementKind if kind is not PlacementKind.HOST and (dual or kind is not PlacementKind.DUAL_ROLE)]
+    on_gpus = [_gpu_plan(machine, world, kind) for kind in kinds]
     return [*on_gpus, _host_plan(machine, world)]
 
 
@@ -202,6 +210,7 @@ def _gpu_plan(machine: Machine, world: World, kind: PlacementKind) -> PlacementP
     needed, found = num_gpus_needed(kind, world), len(machine.gpus)
     for_whom = {
         PlacementKind.NATIVE: "one for each PE",
+        PlacementKind.DUAL_ROLE: "one for each rank and each plane",
         PlacementKind.SCALE_MODEL: "one for the ranks and one for the switches",
         PlacementKind.SHARED: "one for each rank",
         PlacementKind.ONE_GPU: "for all PEs",

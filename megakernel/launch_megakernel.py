@@ -66,6 +66,7 @@ def check_heap(heap: DeviceHeap, shape: LayerShape, pipeline: Pipeline) -> None:
         "microbatch_tokens": pipeline.microbatch_tokens,
         "hidden_size": shape.hidden_size,
         "local_bypass": pipeline.local_bypass,
+        "row_group_tokens": pipeline.row_group_tokens or 0,
         "ranks_per_phase": pipeline.ranks_per_phase if dims.model.phased else dims.ranks_per_phase,
     }
     for name, value in wanted.items():

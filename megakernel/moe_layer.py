@@ -216,6 +216,7 @@ def _check_heap(pe: HostPe, shape: LayerShape, pipeline: Pipeline) -> None:
         "depth": (pipeline.depth, dims.depth),
         "ranks_per_phase": (pipeline.ranks_per_phase if dims.model.phased else dims.ranks_per_phase, dims.ranks_per_phase),
         "local_bypass": (pipeline.local_bypass, dims.local_bypass),
+        "row_group_tokens": (pipeline.row_group_tokens or 0, dims.row_group_tokens),
         "bytes of a row's element": (pipeline.row_format.num_bytes, dims.row_element_bytes),
     }
     for name, (layer_value, heap_value) in wanted.items():

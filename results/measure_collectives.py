@@ -8,8 +8,9 @@ relays, rows of a rank's own experts included. `port_egress`, `port_ingress`: by
 and records, on average over the ranks; `--rank-port-gbps` bounds both (0: no bound; by default the copy peak over W in
 scale_model). `switch_rows_held`: rows that the layout keeps on a switch, in microbatches of a rank. `copy_peak`: a plain copy
 over the same link in the same run. `latency_*`: from push to rows, and from publish to sums, the maximum over the ranks of each
-microbatch, each rank by its own clock. Every configuration first runs with hashed tokens, whose rows and sums are compared on the
-device. Rates count token rows alone.
+microbatch, each rank by its own clock. `--row-group-tokens` lets the dispatch switch cut through (0: store and forward),
+`--local-bypass` keeps rows of a rank's own experts on it; both have columns. Every configuration first runs with hashed tokens,
+whose rows and sums are compared on the device. Rates count token rows alone.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ COLUMNS = [
         "unit",
     ),
     *("role", "direction", "switch_blocks", "sum_order", "ranks_per_phase", "rank_port_gbps", "routing", "barrier"),
+    *("row_group_tokens", "local_bypass"),
 ]
 SERVED = {
     ExchangeMode.DISPATCH: (Role.DISPATCH_SWITCH,),
@@ -90,17 +92,22 @@ class Bench:
     rank_port_gbps: float = 0.0
     routing: Routing = Routing.UNIFORM
     barrier: bool = True
+    row_group_tokens: int = 0
+    local_bypass: bool = False
 
     def add(self, metric: str, value: float, unit: str, **more: object) -> None:
         row = {"metric": metric, "value": f"{value:.6g}", "unit": unit, "switch_blocks": self.switch_blocks}
         row["ranks_per_phase"] = self.ranks_per_phase if self.model.phased else ""
         row["routing"], row["barrier"] = self.routing.value, int(self.barrier) if self.model.phased else ""
+        row["row_group_tokens"], row["local_bypass"] = self.row_group_tokens or "", int(self.local_bypass) or ""
         row["rank_port_gbps"] = f"{self.rank_port_gbps:.4g}" if self.rank_port_gbps else ""
         self.rows.append({"implementation": IMPLEMENTATIONS[self.model], **row, **more})
 
     def pipeline(self, num_microbatches: int, microbatch_tokens: int, depth: int, order=SumOrder.ARRIVAL) -> Pipeline:
         bound = num_microbatches * microbatch_tokens
-        return Pipeline(bound, microbatch_tokens, depth, self.ranks_per_phase, self.barrier, order)
+        groups = min(self.row_group_tokens, microbatch_tokens) or None
+        pipeline = Pipeline(bound, microbatch_tokens, depth, self.ranks_per_phase, self.barrier, order)
+        return replace(pipeline, local_bypass=self.local_bypass, row_group_tokens=groups)
 
     def heap(self, pipeline: Pipeline) -> DeviceHeap:
         check(SHAPE, pipeline, self.job.world.num_ranks)
@@ -129,7 +136,8 @@ def measure_copy_peak(bench: Bench) -> float:
                 measured[direction, blocks] = COPY_BYTES * COPY_REPEATS / best / 1e3
     measured = job.gather(measured)[job.world.dispatch_switch(0)]
     for (direction, blocks), rate in measured.items():
-        nothing = dict.fromkeys(("implementation", "rank_port_gbps", "routing", "barrier", "ranks_per_phase"), "")
+        names = ("implementation", "rank_port_gbps", "routing", "barrier", "ranks_per_phase", "local_bypass")
+        nothing = dict.fromkeys(names, "")
         bench.add("copy_peak", rate, "GB/s", direction=direction, **{**nothing, "switch_blocks": blocks})
     return measured["push", ALL_SMS]
 
@@ -330,21 +338,26 @@ def main() -> None:
     parser.add_argument("--ranks-per-phase", type=int, nargs="+", default=[1], metavar="G")
     parser.add_argument("--routing", type=Routing, nargs="+", default=[Routing.UNIFORM], metavar="KIND")
     parser.add_argument("--no-barrier", action="store_true", help="phased dispatches without the barrier behind them")
+    parser.add_argument("--row-group-tokens", type=int, nargs="+", default=[0], metavar="N", help="of inc_all_to_all alone")
+    parser.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
     parser.add_argument("--commit", default=None)
     parser.add_argument("--output", type=Path, help="data file (default: results/data/collectives_PLACEMENT_COMMIT.csv)")
     options = parser.parse_args()
     world = World(options.ranks)
     largest = Pipeline(1, max(options.microbatch_tokens), RELAY_ALONE_DEPTH, max(options.ranks_per_phase))
     slab = max(COPY_BYTES, *(HeapLayout(Dims.of(model, world, SHAPE, largest)).heap_bytes for model in options.model))
+    slab += 4 << 20  # the words of small row groups
     with NvshmemJob.join(world, slab, options.placement) as job:
         bench = Bench(job, min(options.switch_blocks, job.placement.seats[-1].num_blocks), [])
         peak = measure_copy_peak(bench)
         by_default = peak / options.ranks if job.placement.kind is PlacementKind.SCALE_MODEL else 0.0
         rates = options.rank_port_gbps if options.rank_port_gbps else [by_default]
-        bench.barrier = not options.no_barrier
-        forms = product(options.routing, options.model, options.ranks_per_phase, rates)
-        for bench.routing, bench.model, bench.ranks_per_phase, bench.rank_port_gbps in forms:
+        bench.barrier, bench.local_bypass = not options.no_barrier, options.local_bypass
+        forms = product(options.routing, options.model, options.ranks_per_phase, rates, options.row_group_tokens)
+        for bench.routing, bench.model, bench.ranks_per_phase, bench.rank_port_gbps, bench.row_group_tokens in forms:
             if bench.ranks_per_phase != options.ranks_per_phase[0] and not bench.model.phased:
+                continue
+            if bench.row_group_tokens and bench.model is not CommunicationModel.INC_ALL_TO_ALL:
                 continue
             for tokens in options.latency_tokens:
                 measure_latency(bench, tokens)

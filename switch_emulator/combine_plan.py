@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inc_runtime.collectives.microbatch import first_row, membership_through_switch, plane_tokens, runs_of
+from inc_runtime.collectives.microbatch import first_row, membership_through_switch, planes_that_meet, runs_of
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import Header, slot_of
 from inc_runtime.routing import rows_of_expert_ranks
@@ -43,6 +43,7 @@ class CombinePlan:
         plane = self.dims.world.plane_of(pe.pe)
         capacity = self.dims.combine_plane_tokens
         self.token_range = range(plane * capacity, (plane + 1) * capacity)
+        self.planes = planes_that_meet(self.dims, plane)
         self._membership: dict[tuple[int, int], np.ndarray] = {}
         self._rows_of: dict[tuple[int, int], list[np.ndarray]] = {}
         self._packed_rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
@@ -58,17 +59,21 @@ class CombinePlan:
 
     def num_tokens(self, owner: int) -> int:
         """Tokens of `owner` that this plane sums."""
-        header = self.pe.memory["plan_header"][self.slot, :, owner, Header.NUM_ROWS]
-        return len(plane_tokens(int(header.sum()), self.dims.world.plane_of(self.pe.pe), len(self.token_range)))
+        capacity, count = self.dims.dispatch_plane_tokens, 0
+        for plane in self.planes:
+            rows = int(self.pe.memory["plan_header"][self.slot, plane, owner, Header.NUM_ROWS])
+            first, end = plane * capacity, plane * capacity + rows
+            count += max(0, min(end, self.token_range.stop) - max(first, self.token_range.start))
+        return count
 
     def runs_to_return(self, owner: int) -> list[slice]:
         """Runs of `owner`'s tokens of this plane, counted from its first, whose sums go back: all, but for local bypass."""
         count = self.num_tokens(owner)
         if not self.dims.local_bypass:
             return [slice(0, count)] if count else []
-        planes = range(self.dims.world.num_dispatch_switches)
-        summed = np.concatenate([self.membership(plane, owner).any(axis=1) for plane in planes])
-        return runs_of(summed[self.token_range.start : self.token_range.start + count])
+        summed = np.concatenate([self.membership(plane, owner).any(axis=1) for plane in self.planes])
+        start = self.token_range.start - self.planes.start * self.dims.dispatch_plane_tokens
+        return runs_of(summed[start : start + count])
 
     def _rows_of_owner(self, plane: int, owner: int) -> list[np.ndarray]:
         """Rows of one owner's tokens on each expert rank, as positions in its packet."""
@@ -80,7 +85,7 @@ class CombinePlan:
     def holders(self, owners: Sequence[int]) -> list[int]:
         """The expert ranks that hold rows of `owners` whose tokens this plane sums, in rank order."""
         found = np.zeros(self.dims.num_ranks, bool)
-        for plane in range(self.dims.world.num_dispatch_switches):
+        for plane in self.planes:
             first = self.token_range.start - plane * self.dims.dispatch_plane_tokens
             own = slice(max(first, 0), max(first + len(self.token_range), 0))
             for owner in owners:
@@ -101,8 +106,14 @@ class CombinePlan:
     def pulls(self, expert_rank: int, owners: Sequence[int]) -> list[Pull]:
         """The contiguous runs to pull from `expert_rank` for `owners`; all ranks own without phases."""
         runs = []
-        for plane in range(self.dims.world.num_dispatch_switches):
-            if self.dims.model.phased:
+        for plane in self.planes:
+            if self.dims.row_groups:
+                for sender in sorted(owners):
+                    start = first_row(self.dims, plane, sender, 0)
+                    for run in runs_of(self.membership(plane, sender)[:, expert_rank]):
+                        rows = np.arange(run.start, run.stop)
+                        runs += self._runs(plane, start + run.start, np.full(len(rows), sender), rows)
+            elif self.dims.model.phased:
                 for sender in sorted(owners):
                     rows = self._rows_of_owner(plane, sender)[expert_rank]
                     if not len(rows):

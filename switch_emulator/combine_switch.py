@@ -1,8 +1,8 @@
 """INC All-to-All-Combine, switch side: pulls the partial sums of each rank that is ready, adds them, returns the sums.
 
-Waits on: `plan_arrived` of every dispatch switch, then `partial_sums_ready` of every rank, in order of arrival (in rank
-order when sums must not depend on timing). Signals: `token_sums_arrived` on every rank. Reads: `expert_rows` of the expert
-ranks, by get. Writes: `token_sums` on the token ranks. Sums in float32, returns rows.
+Waits on: `plan_arrived` of the dispatch switches of its tokens, then `partial_sums_ready` of every rank, in order of
+arrival (in rank order when sums must not depend on timing). Signals: `token_sums_arrived` on every rank. Reads:
+`expert_rows` of the expert ranks, by get. Writes: `token_sums` on the token ranks. Sums in float32, returns rows.
 Rank side: `inc_runtime/collectives/inc_all_to_all.py`.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from inc_runtime.collectives.microbatch import planes_that_meet
 from inc_runtime.config import SumOrder
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Piece, Segment
 from inc_runtime.protocol import Tag, signal_word, slot_of
@@ -23,9 +24,9 @@ def serve_microbatch(pe: OneSided, magic: int) -> None:
     """Sum and return one microbatch. Raises Stopped instead when all ranks have stopped."""
     dims = pe.layout.dims
     slot = slot_of(magic, dims.depth)
-    planes = range(dims.world.num_dispatch_switches)
+    planes = planes_that_meet(dims, dims.world.plane_of(pe.pe))
     names = [dims.world.name_of(dims.world.dispatch_switch(p)) for p in planes]
-    plans = [Awaited(Flag("plan_arrived", (slot, p)), magic, names[p]) for p in planes]
+    plans = [Awaited(Flag("plan_arrived", (slot, p)), magic, name) for p, name in zip(planes, names, strict=True)]
     for _ in in_order_of_arrival(pe, plans, Tag.COMBINE_PLAN, magic):
         pass
     plan = CombinePlan(pe, magic)

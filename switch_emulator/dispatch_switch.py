@@ -1,7 +1,8 @@
 """INC All-to-All-Dispatch, switch side: one copy of each token in, one coalesced packet per expert rank out.
 
 Waits on: `tokens_arrived` of every rank, in order of arrival. Signals: `expert_rows_arrived` on every rank, payload or
-not; `plan_arrived` on every combine switch. Reads: its inbox. Writes: `expert_rows` and its routing on the expert ranks.
+not; `plan_arrived` on the combine switches of its tokens. Reads: its inbox. Writes: `expert_rows` and its routing on
+the expert ranks.
 Rank side: `inc_runtime/collectives/inc_all_to_all.py`. Store-and-forward: nothing leaves before all ranks are in.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from inc_runtime.collectives.microbatch import check_header, first_row, membership_through_switch
+from inc_runtime.collectives.microbatch import check_header, first_row, membership_through_switch, planes_that_meet
 from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
 from inc_runtime.protocol import Header, Tag, signal_word, slot_of
@@ -35,8 +36,7 @@ def serve_microbatch(pe: OneSided, magic: int) -> None:
     plane = dims.world.plane_of(pe.pe)
     for expert_rank, rows in enumerate(rows_in_packed_order(dims, members)):
         multicast_to(pe, magic, plane, expert_rank, rows)
-    for combine_plane in range(dims.world.num_combine_switches):
-        forward_plan(pe, magic, plane, combine_plane)
+    forward_plans(pe, magic, plane)
 
 
 def membership_of_sender(pe: OneSided, inbox_slot: int, sender: int) -> np.ndarray:
@@ -86,6 +86,14 @@ def multicast_to(pe: OneSided, magic: int, plane: int, expert_rank: int, rows: n
         Segment(tokens.reshape(-1, dims.hidden_size), "expert_rows", target, rows),
     ]
     pe.put_signal(expert_rank, segments, flag, signal_word(magic, True), magic=magic)
+
+
+def forward_plans(pe: OneSided, magic: int, plane: int) -> None:
+    """Hand the plan to the combine switches that sum tokens of this plane: that of its number, where both roles have as many."""
+    dims = pe.layout.dims
+    for combine_plane in range(dims.world.num_combine_switches):
+        if plane in planes_that_meet(dims, combine_plane):
+            forward_plan(pe, magic, plane, combine_plane)
 
 
 def forward_plan(pe: OneSided, magic: int, plane: int, combine_plane: int) -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from inc_runtime.backends.nvshmem import DeviceHeap
-from inc_runtime.compile_cache import Built, build, bypass_define
+from inc_runtime.compile_cache import Built, build
 from inc_runtime.config import CommunicationModel, SumOrder
 from inc_runtime.device.arguments import MAX_SWITCH_BLOCKS, SWITCH_ARGUMENTS, SWITCH_MOMENT, WORKSPACE
+from inc_runtime.device.heap_options import heap_defines
+from inc_runtime.errors import ConfigurationError
+from inc_runtime.heap_layout import Dims
 from inc_runtime.protocol import Role
 
 SOURCE = Path(__file__).with_name("device") / "switch_kernel.cu"
@@ -48,6 +51,7 @@ class RunningSwitch:
         opened, offset = WORKSPACE.fields["opened"][:2]  # type: ignore[index]
         heap.gpu.fill(heap.workspace + offset, 0, opened.itemsize)  # a stop that an earlier launch has seen
         blocks = min(num_blocks or heap.job.seat.num_blocks, MAX_SWITCH_BLOCKS)
+        check_groups(heap.layout.dims, blocks)
         heap.launch(
             built,
             kernel_of(heap.role, heap.layout.dims.model),
@@ -65,6 +69,15 @@ class RunningSwitch:
             moments = self.heap.gpu.read(self.timeline, self.timeline_length * SWITCH_MOMENT.itemsize).view(SWITCH_MOMENT)
             self.heap.gpu.free(self.timeline)
         return np.sort(moments[moments["magic"] > 0], order="magic")
+
+
+def check_groups(dims: Dims, num_blocks: int) -> None:
+    """Refuse more row groups than the switch's blocks can watch, a warp of each. Raises ConfigurationError."""
+    if dims.num_ranks * dims.row_groups > 32 * num_blocks:
+        raise ConfigurationError(
+            f"row_group_tokens = {dims.row_group_tokens}: {dims.num_ranks * dims.row_groups} groups of all ranks, of which "
+            f"{num_blocks} blocks of the switch watch {32 * num_blocks} at most. Use larger groups."
+        )
 
 
 def kernel_of(role: Role, model: CommunicationModel) -> str:
@@ -87,7 +100,7 @@ def shared_bytes_of(heap: DeviceHeap) -> int:
 
 def build_switch(heap: DeviceHeap) -> Built:
     """Compile the switch kernels for this GPU, or take them from the cache."""
-    built = build(SOURCE, heap.verbs, heap.gpu.arch, defines=bypass_define(heap.layout.dims))
+    built = build(SOURCE, heap.verbs, heap.gpu.arch, defines=heap_defines(heap.layout.dims))
     if heap.verbs.value == "nvshmem":
         heap.job.init_module(built)
     return built

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import Role
 from switch_emulator import combine_switch, combine_switch_phased, dispatch_switch, dispatch_switch_phased
+from switch_emulator.dispatch_switch_cut_through import CutThroughDispatch
 from switch_emulator.relay_switch import RelaySwitch
 from switch_emulator.serving import Stopped
 
@@ -27,6 +28,8 @@ def _serve(pe: OneSided) -> None:
         RelaySwitch(pe, first_magic).serve()
     if model.phased and pe.role is Role.DISPATCH_SWITCH:
         dispatch_switch_phased.serve(pe, first_magic)
+    if pe.layout.dims.row_groups and pe.role is Role.DISPATCH_SWITCH:
+        CutThroughDispatch(pe, first_magic).serve()
     combine = combine_switch_phased if model.phased else combine_switch
     while True:
         magic = int(pe.memory["magic"][0]) + 1

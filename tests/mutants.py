@@ -46,13 +46,15 @@ class Setting:
     relay_cells: int = 8
     barrier: bool = True
     local_bypass: bool = False
+    row_group_tokens: int | None = None
 
     @property
     def pipeline(self) -> Pipeline:
         bound = self.num_microbatches * self.microbatch_tokens
         return Pipeline(
-            bound, self.microbatch_tokens, self.depth, self.ranks_per_phase, self.barrier, local_bypass=self.local_bypass
-        )
+            bound, self.microbatch_tokens, self.depth, self.ranks_per_phase, self.barrier,
+            local_bypass=self.local_bypass, row_group_tokens=self.row_group_tokens,
+        )  # fmt: skip
 
 
 def run(setting: Setting, seed: int) -> None:

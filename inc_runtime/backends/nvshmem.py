@@ -22,8 +22,9 @@ import numpy as np
 
 from inc_runtime.backends.cuda_driver import Gpu, num_sms_of_gpus
 from inc_runtime.backends.device_errors import error_of_record
-from inc_runtime.compile_cache import Built, Verbs, build, bypass_define
-from inc_runtime.device.arguments import ERROR_RECORD, MAX_DEPTH, MAX_RANKS, WORKSPACE, heap_argument
+from inc_runtime.compile_cache import Built, Verbs, build
+from inc_runtime.device.arguments import ERROR_RECORD, MAX_RANKS, WORKSPACE, heap_argument
+from inc_runtime.device.heap_options import check_options, heap_defines
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
 from inc_runtime.heap_layout import BF16, ERROR_BYTES, STARTS_AT_ZERO, HeapLayout, Kind
@@ -107,9 +108,8 @@ class NvshmemJob:
                 f"WORLD_SIZE = {environment.world_size}: {world} needs {world.num_pes} processes. "
                 f"Start them with: torchrun --nproc-per-node {world.num_pes} ..."
             )
-        switches = (world.num_dispatch_switches, world.num_combine_switches)
-        if world.num_ranks > MAX_RANKS or switches not in ((1, 1), (0, 0)):
-            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most, and one switch of each role or none.")
+        if world.num_ranks > MAX_RANKS or world.num_dispatch_switches != world.num_combine_switches:
+            raise ConfigurationError(f"{world}: the kernels take {MAX_RANKS} ranks at most, and as many switches of either role.")
         num_sms = num_sms_of_gpus()
         placement = place(kind or choose(world, len(num_sms)), world, num_sms)
         if not placement.gpus:
@@ -219,16 +219,11 @@ class DeviceHeap:
             raise HeapTooLarge(
                 f"the layout needs {layout.heap_bytes} bytes, the slab holds {job.slab_bytes}. Join with a larger slab."
             )
-        if layout.dims.depth > MAX_DEPTH:
-            raise ConfigurationError(f"depth = {layout.dims.depth}: the kernels take {MAX_DEPTH} at most. Use a smaller depth.")
         if layout.dims.row_dtype != BF16:
             raise ConfigurationError(
                 f"row_format = {layout.dims.row_dtype}: the kernels add bfloat16. Use RowFormat.BFLOAT16."
             )
-        if layout.dims.model.phased and verbs is Verbs.NVSHMEM:
-            raise ConfigurationError(f"{layout.dims.model.value}: the phased kernels take the direct verbs alone so far.")
-        if layout.dims.local_bypass and verbs is Verbs.NVSHMEM:
-            raise ConfigurationError("local_bypass = True: it takes the direct verbs alone so far. Leave it off, or use them.")
+        check_options(layout.dims, verbs)
         missing = [job.world.name_of(pe) for pe, base in enumerate(job.bases) if not base]
         if missing and verbs is Verbs.DIRECT:
             raise PlacementError(f"{job.name} cannot map the memory of {', '.join(missing)}. Use the NVSHMEM verbs.")
@@ -327,7 +322,7 @@ class DeviceHeap:
     def build(self, source: Path, *, headers: Mapping[str, str] | None = None, defines: Sequence[str] = ()) -> Built:
         """Compile a kernel of the ranks for this GPU and this heap's communication model, or take it from the cache."""
         dims = self.layout.dims
-        defines = [*defines, *["INC_DIRECT"] * dims.direct, *bypass_define(dims)]
+        defines = [*defines, *["INC_DIRECT"] * dims.direct, *heap_defines(dims)]
         built = build(source, self.verbs, self.gpu.arch, dims.model, headers=headers, defines=defines)
         if self.verbs is Verbs.NVSHMEM:
             self.job.init_module(built)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from inc_runtime.collectives.local_bypass import add_own_partial_sums, keep_own_rows, tokens_for_others, with_own_rows
+from inc_runtime.collectives.cut_through import put_groups, wait_for_groups
+from inc_runtime.collectives.local_bypass import add_own_partial_sums, keep_own_rows, rows_to_put, with_own_rows
 from inc_runtime.collectives.microbatch import (
     Call,
     ReceivedRows,
@@ -24,7 +25,6 @@ from inc_runtime.collectives.microbatch import (
     first_row,
     plane_tokens,
     received_rows,
-    runs_of,
     write_routing,
 )
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
@@ -38,13 +38,6 @@ def stage_tokens(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) -> 
     write_routing(pe, call, magic, routed)
     if pe.layout.dims.local_bypass:
         keep_own_rows(pe, magic, routed)
-
-
-def rows_to_put(pe: OneSided, magic: int, part: range) -> list[slice]:
-    """Of the tokens in `part`, the runs whose rows go to the switch: all, but for local bypass."""
-    if not pe.layout.dims.local_bypass:
-        return [slice(0, len(part))]
-    return runs_of(tokens_for_others(pe, magic)[part.start : part.stop])
 
 
 def put_tokens(pe: OneSided, magic: int, num_tokens: int, plane: int, inbox_slot: int) -> None:
@@ -73,12 +66,17 @@ def push_microbatch(pe: OneSided, call: Call, magic: int, routed: RoutedTokens) 
     stage_tokens(pe, call, magic, routed)
     for plane in range(dims.dispatch_planes):
         inbox_slot = slot_of(magic, dims.depth) * dims.num_ranks + pe.pe
+        if dims.row_groups:
+            put_groups(pe, magic, len(routed), plane, inbox_slot)
+            continue
         put_tokens(pe, magic, len(routed), plane, inbox_slot)
 
 
 def wait_for_expert_rows(pe: OneSided, call: Call, magic: int) -> ReceivedRows:
     """Wait for the coalesced packet of every dispatch switch. Rows are packed by sender, in token order."""
     dims = pe.layout.dims
+    if dims.row_groups:
+        return wait_for_groups(pe, magic)
     slot = slot_of(magic, dims.depth)
     runs = []
     for plane in range(dims.dispatch_planes):

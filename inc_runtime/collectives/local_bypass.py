@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from inc_runtime.collectives.microbatch import ReceivedRows, RoutedTokens, membership_of_own_tokens
+from inc_runtime.collectives.microbatch import ReceivedRows, RoutedTokens, membership_of_own_tokens, runs_of
 from inc_runtime.heap_layout import Dims
 from inc_runtime.one_sided import OneSided
 from inc_runtime.protocol import slot_of
@@ -29,7 +29,7 @@ from inc_runtime.protocol import slot_of
 def places_of_own_tokens(dims: Dims, rank: int, tokens: np.ndarray) -> np.ndarray:
     """Where own tokens, numbers in the microbatch, stand in the slot of `rank` under an in-network model."""
     plane, within = np.divmod(tokens, dims.dispatch_plane_tokens)
-    run = rank if dims.model.phased else dims.num_ranks - 1
+    run = rank if dims.model.phased or dims.row_groups else dims.num_ranks - 1
     return (plane * dims.num_ranks + run) * dims.dispatch_plane_tokens + within
 
 
@@ -55,6 +55,13 @@ def tokens_for_others(pe: OneSided, magic: int) -> np.ndarray:
     membership = membership_of_own_tokens(pe, magic)
     membership[:, pe.pe] = False
     return np.asarray(membership.any(axis=1))
+
+
+def rows_to_put(pe: OneSided, magic: int, part: range) -> list[slice]:
+    """Of the own tokens in `part`, the runs whose rows go to the switch, from its first: all, but for local bypass."""
+    if not pe.layout.dims.local_bypass:
+        return [slice(0, len(part))] if len(part) else []
+    return runs_of(tokens_for_others(pe, magic)[part.start : part.stop])
 
 
 def add_own_partial_sums(pe: OneSided, magic: int, num_tokens: int) -> np.ndarray:

@@ -57,6 +57,15 @@ def plane_tokens(num_tokens: int, plane: int, plane_capacity: int) -> range:
     return range(start, min(start + plane_capacity, num_tokens))
 
 
+def planes_that_meet(dims: Dims, combine_plane: int) -> range:
+    """The dispatch planes that serve a token which this combine plane sums; all of a plane that serves none: the first."""
+    first = combine_plane * dims.combine_plane_tokens
+    last = min(first + dims.combine_plane_tokens, dims.microbatch_tokens) - 1
+    if last < first:
+        return range(1)
+    return range(first // dims.dispatch_plane_tokens, last // dims.dispatch_plane_tokens + 1)
+
+
 def write_header(header: np.ndarray, call: Call, magic: int, num_rows: int) -> None:
     """Fill one header: [HEADER_FIELDS] int64."""
     header[Header.NUM_ROWS] = num_rows
@@ -145,11 +154,11 @@ def runs_of(chosen: np.ndarray) -> list[slice]:
 def first_row(dims: Dims, plane: int, sender: int, rows_before: int) -> int:
     """Where the rows of `sender` begin in the expert rank's slot.
 
-    Phased and relayed models give every sender a subregion of its own, so that a sender may write while rows of
-    others are still read. The coalesced packet of the INC collectives packs the senders in rank order, `rows_before` rows
+    Phased and relayed models, and cut-through, give every sender a subregion of its own, so that a sender may write while
+    rows of others are still read. The coalesced packet of the INC collectives packs the senders in rank order, `rows_before` rows
     of lower ranks first.
     """
-    if dims.model.phased or not dims.model.in_network:
+    if dims.model.phased or not dims.model.in_network or dims.row_groups:
         return (plane * dims.num_ranks + sender) * dims.dispatch_plane_tokens
     return plane * dims.num_ranks * dims.dispatch_plane_tokens + rows_before
 

@@ -133,7 +133,9 @@ HEAP = _struct(
     ("num_pes", "<i4"),
     ("num_ranks", "<i4"),
     ("dispatch_switch", "<i4"),
-    ("combine_switch", "<i4"),
+    ("combine_switch", "<i4"),  # of plane 0 on a rank, of its own plane on a switch; planes are neighbours
+    ("plane", "<i4"),
+    ("plane_tokens", "<i4"),
     ("depth", "<i4"),
     ("microbatch_tokens", "<i4"),
     ("hidden_size", "<i4"),
@@ -143,6 +145,8 @@ HEAP = _struct(
     ("rows_per_chunk", "<i4"),
     ("phased", "<i4"),
     ("ranks_per_phase", "<i4"),
+    ("row_group_tokens", "<i4"),  # with cut-through
+    ("row_groups", "<i4"),
     ("barrier_after_dispatch", "<i4"),  # of the call, where the model is phased
 )
 
@@ -258,9 +262,12 @@ def heap_argument(layout: HeapLayout, pe: int, bases: list[int], *, wait_limit_s
     heap["row_bytes"] = 2 * dims.hidden_size
     heap["record_bytes"] = dims.routing_dtype.itemsize
     heap["pe"], heap["num_pes"], heap["num_ranks"] = pe, dims.world.num_pes, dims.num_ranks
-    heap["dispatch_switch"], heap["combine_switch"] = dims.world.dispatch_switch(0), dims.world.combine_switch(0)
+    plane = heap["plane"] = dims.world.plane_of(pe)
+    heap["dispatch_switch"], heap["combine_switch"] = dims.world.dispatch_switch(plane), dims.world.combine_switch(plane)
+    heap["plane_tokens"] = dims.dispatch_plane_tokens
     for name in ("depth", "microbatch_tokens", "hidden_size", "top_k", "relay_cells", "rows_per_chunk", "ranks_per_phase"):
         heap[name] = getattr(dims, name)
+    heap["row_group_tokens"], heap["row_groups"] = dims.row_group_tokens, dims.row_groups
     heap["selective"], heap["phased"] = dims.model.selective, dims.model.phased
     heap["barrier_after_dispatch"] = 1
     return heap

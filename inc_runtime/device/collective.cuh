@@ -33,9 +33,6 @@ constexpr bool PHASED = true;
 #else
 constexpr bool PHASED = false;
 #endif
-#if !defined(INC_RELAYED)
-constexpr bool DIRECT = false;
-#endif
 
 using inc_all_to_all::expert_rows_arrived;
 using INC_COLLECTIVE::publish_partial_sums;
@@ -48,12 +45,13 @@ using INC_COLLECTIVE::wait_for_token_sums;
 // experts. All blocks of the team call it; returns false after an abort.
 template <class Visit>
 __device__ inline bool for_each_token_to_push(const Heap& heap, const Team& team, uint64_t magic, int num_tokens, Visit visit) {
-    if constexpr (!RELAYED && !LOCAL_BYPASS) {  // the warp that visits a token is the one that puts its record
+    if constexpr (!RELAYED && !GAPS) {  // the warp that visits a token is the one that puts its record
         inc_all_to_all::for_each_record(heap, team, num_tokens, visit);
         return true;
     } else {
-        for (int token = team.number_of_warp(); token < num_tokens; token += team.total_warps()) visit(token);
-        if (!RELAYED) return true;  // with local bypass, too
+        for (int token = first_token_of_warp(heap, team); token < num_tokens; token = next_token_of_warp(heap, team, token))
+            visit(token);
+        if (!RELAYED) return true;  // with local bypass or cut-through, too
         return meet(heap, team, Packet::ROUTED, slot_of(magic, heap.depth), magic, [](int) { return true; });
     }
 }

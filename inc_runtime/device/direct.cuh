@@ -12,12 +12,6 @@
 
 namespace inc {
 
-#if defined(INC_DIRECT)
-constexpr bool DIRECT = true;
-#else
-constexpr bool DIRECT = false;
-#endif
-
 // Where row `row` of this rank's message stands on `destination`, and its record.
 template <class Region>
 __device__ inline Remote row_on(const Heap& heap, int destination, uint64_t slot, int row) {

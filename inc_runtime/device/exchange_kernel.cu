@@ -129,7 +129,7 @@ __device__ inline bool experts(const Exchange& x, int number) {
         const char* record = received.records + uint64_t(row) * x.heap.record_bytes;
         const int token = reinterpret_cast<const int32_t*>(record)[0], sender = reinterpret_cast<const int32_t*>(record)[1];
         const float factor = local_choices(x.heap, record, x.call.num_experts);
-        if (LOCAL_BYPASS && factor == 0) continue;  // an own token that no own expert needs
+        if (GAPS && factor == 0) continue;  // a place without a row
         char* words = received.rows + uint64_t(row) * x.heap.row_bytes;
         for (int column = lane; column < x.heap.row_bytes / 16; column += WARP) {
             const uint4 word = load_16_bytes(words + column * 16);
@@ -149,7 +149,8 @@ __device__ inline bool finish(const Exchange& x, int number) {
     x.note(number, &ExchangeMoment::sums);
     x.delay(number, 2);
     char* output = reinterpret_cast<char*>(x.call.output) + uint64_t(first) * x.heap.row_bytes;
-    for (int token = x.team.number_of_warp(); token < num_tokens; token += x.team.total_warps()) {
+    for (int token = first_token_of_warp(x.heap, x.team); token < num_tokens;
+         token = next_token_of_warp(x.heap, x.team, token)) {
         const int32_t* ids = reinterpret_cast<const int32_t*>(x.call.expert_ids) + (first + token) * x.call.top_k;
         int valid = 0;
         for (int choice = 0; choice < x.call.top_k; ++choice) valid += ids[choice] >= 0;
@@ -213,6 +214,8 @@ extern "C" __global__ void stop_kernel(const __grid_constant__ inc::Heap heap) {
     using namespace inc;
     Link::quiet();
     const uint64_t word = signal_word(*own<uint64_t>(heap, RankRegion::magic) + 1, true);
-    signal(heap, {heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::stop, heap.pe)}, word);
-    signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::stop, heap.pe)}, word);
+    for (int plane = 0; plane < PLANES; ++plane) {
+        signal(heap, {heap.dispatch_switch + plane, offset_of(heap, DispatchSwitchRegion::stop, heap.pe)}, word);
+        signal(heap, {heap.combine_switch + plane, offset_of(heap, CombineSwitchRegion::stop, heap.pe)}, word);
+    }
 }

@@ -10,11 +10,28 @@ namespace inc {
 using namespace protocol;
 
 constexpr int WARP = 32;
+#if defined(INC_DIRECT)  // a world without switches: direct.cuh
+constexpr bool DIRECT = true;
+#else
+constexpr bool DIRECT = false;
+#endif
 #if defined(INC_LOCAL_BYPASS)  // rows of a rank's own experts stay on it: local_bypass.cuh
 constexpr bool LOCAL_BYPASS = true;
 #else
 constexpr bool LOCAL_BYPASS = false;
 #endif
+#if defined(INC_CUT_THROUGH)  // the dispatch switch forwards groups of tokens as they arrive: cut_through.cuh
+constexpr bool CUT_THROUGH = true;
+#else
+constexpr bool CUT_THROUGH = false;
+#endif
+// Switches of each role: plane p of both serves the same share of every microbatch, tokens p * plane_tokens on.
+#if !defined(INC_PLANES)
+#define INC_PLANES 1
+#endif
+constexpr int PLANES = INC_PLANES;
+// Whether a sender's run in a slot may have places without a row: then a received row without a local expert is none.
+constexpr bool GAPS = LOCAL_BYPASS || CUT_THROUGH;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 // The threads of one block that act for the PE, and the block's place among its blocks.
@@ -72,6 +89,17 @@ __device__ inline T* own(const Heap& heap, R region, uint64_t i = 0, uint64_t j 
 __device__ inline uint32_t every_rank(const Heap& heap) { return heap.num_ranks == MAX_RANKS ? ALL_LANES : (1u << heap.num_ranks) - 1; }
 
 __device__ inline Workspace& workspace(const Heap& heap) { return *reinterpret_cast<Workspace*>(heap.workspace); }
+
+// --- planes -------------------------------------------------------------------------------------------------------------
+
+// Of this switch; 0 on a rank.
+__device__ inline int own_plane(const Heap& heap) { return PLANES > 1 ? heap.plane : 0; }
+__device__ inline int plane_tokens(const Heap& heap) { return PLANES > 1 ? heap.plane_tokens : heap.microbatch_tokens; }
+__device__ inline int first_token_of_plane(const Heap& heap, int plane) { return PLANES > 1 ? plane * heap.plane_tokens : 0; }
+// Where the rows of a plane begin in a slot of an expert rank, without phases.
+__device__ inline uint64_t first_row_of_plane(const Heap& heap) {
+    return PLANES > 1 ? uint64_t(heap.plane) * heap.num_ranks * heap.plane_tokens : 0;
+}
 
 // --- memory -------------------------------------------------------------------------------------------------------------
 

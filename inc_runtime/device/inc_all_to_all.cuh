@@ -1,5 +1,4 @@
-// INC all-to-all, rank side. Twin: inc_runtime/collectives/inc_all_to_all.py; same four functions, one dispatch and one combine
-// switch.
+// INC all-to-all, rank side. Twin: inc_runtime/collectives/inc_all_to_all.py; same four functions, PLANES switches of each role.
 //
 // Dispatch, a push: the blocks of the team put the microbatch once, in token order, into this rank's slot on the dispatch switch.
 // Combine, a pull: the rank writes its partial sums over the rows it received and signals. Waits on: expert_rows_arrived,
@@ -11,7 +10,7 @@
 // Cost: one remote store per row; results/data/collectives_*.csv.
 #pragma once
 
-#include "local_bypass.cuh"
+#include "cut_through.cuh"
 #include "sums.cuh"
 
 namespace inc::inc_all_to_all {
@@ -66,21 +65,31 @@ __device__ inline PushUnits units_of_push(const Heap& heap, const Team& team, in
             max(1, min(team.num_blocks, (units + team.num_warps()) / team.num_warps()))};
 }
 
+// Tokens of a microbatch that a plane serves.
+__device__ inline int share_of_plane(const Heap& heap, int num_tokens, int plane) {
+    return PLANES > 1 ? max(0, min(num_tokens - first_token_of_plane(heap, plane), heap.plane_tokens)) : num_tokens;
+}
+
 // `visit(token)` for every token, in the warp that will put its record: it may still choose the token's experts.
 template <class Visit>
 __device__ inline void for_each_record(const Heap& heap, const Team& team, int num_tokens, Visit visit) {
-    const PushUnits cut = units_of_push(heap, team, num_tokens);
-    if (team.block >= cut.num_blocks) return;
-    for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units; unit += cut.num_blocks * team.num_warps())
-        if (cut.has_record(unit)) visit(cut.token(unit));
+    for (int plane = 0; plane < PLANES; ++plane) {
+        const int first = first_token_of_plane(heap, plane);
+        const PushUnits cut = units_of_push(heap, team, share_of_plane(heap, num_tokens, plane));
+        if (team.block >= cut.num_blocks) continue;
+        for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units;
+             unit += cut.num_blocks * team.num_warps())
+            if (cut.has_record(unit)) visit(first + cut.token(unit));
+    }
 }
 
 // The header of the push. One warp.
-__device__ inline void put_header(const Heap& heap, const RoutedTokens& routed, uint64_t magic, uint64_t inbox, int lane) {
-    int64_t* header = own<int64_t>(heap, RankRegion::tokens_header, slot_of(magic, heap.depth), 0);
+__device__ inline void put_header(const Heap& heap, RoutedTokens routed, uint64_t magic, uint64_t inbox, int lane, int plane = 0) {
+    int64_t* header = own<int64_t>(heap, RankRegion::tokens_header, slot_of(magic, heap.depth), plane);
+    routed.num_tokens = share_of_plane(heap, routed.num_tokens, plane);
     write_header(heap, header, routed, magic, lane);
     Link::put_words(heap, reinterpret_cast<const char*>(header), HEADER_FIELDS * 8, lane, 1, [&](int) {
-        return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_header, inbox)};
+        return Remote{heap.dispatch_switch + plane, offset_of(heap, DispatchSwitchRegion::inbox_header, inbox)};
     });
 }
 
@@ -103,12 +112,38 @@ __device__ inline void put_and_keep_token(const Heap& heap, const RoutedTokens& 
         });
 }
 
+// Put one token: its record and its row. One warp.
+__device__ inline void put_token(const Heap& heap, const RoutedTokens& routed, uint64_t slot, uint64_t inbox, int token, int lane) {
+    warp_passes_port(heap, heap.pe, Port::EGRESS, heap.record_bytes + heap.row_bytes, lane);
+    const Remote record{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
+    put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), record, routed, token, lane);
+    Link::put_row(heap, routed.tokens + uint64_t(token) * heap.row_bytes, heap.row_bytes, lane, 1, [&](int) {
+        return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_tokens, inbox, token)};
+    });
+}
+
+// With cut-through: the groups of this block.
+__device__ inline void put_tokens_in_groups(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed,
+                                            uint64_t inbox) {
+    const uint64_t slot = slot_of(magic, heap.depth);
+    const int lane = team.lane();
+    cut_through::put_groups(
+        heap, team, magic, routed.num_tokens,
+        [&](int token) {
+            if constexpr (LOCAL_BYPASS)
+                put_and_keep_token(heap, routed, slot, inbox, token, lane);
+            else
+                put_token(heap, routed, slot, inbox, token, lane);
+        },
+        [&]() { put_header(heap, routed, magic, inbox, lane); });
+}
+
 // With local bypass. Every block has a part in the packet, also with few tokens.
 __device__ inline void put_and_keep_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed,
                                            uint64_t inbox) {
     const uint64_t slot = slot_of(magic, heap.depth);
     const int lane = team.lane();
-    for (int token = team.number_of_warp(); token < routed.num_tokens; token += team.total_warps())
+    for (int token = first_token_of_warp(heap, team); token < routed.num_tokens; token = next_token_of_warp(heap, team, token))
         put_and_keep_token(heap, routed, slot, inbox, token, lane);
     if (team.block == team.num_blocks - 1 && team.warp() == team.num_warps() - 1) put_header(heap, routed, magic, inbox, lane);
     if (finish_packet(heap, team, Packet::PUSH, slot, team.num_blocks) && lane == 0)
@@ -116,21 +151,24 @@ __device__ inline void put_and_keep_tokens(const Heap& heap, const Team& team, u
                signal_word(magic, routed.num_tokens > 0));
 }
 
-// Put the microbatch into slot `inbox` of the dispatch switch: one packet. Every block of the team calls it; returns before it has
-// landed.
-__device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed, uint64_t inbox) {
+// Put one plane's share of the microbatch into slot `inbox` of its dispatch switch: one packet. Every block of the team calls it;
+// returns before it has landed.
+__device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed, uint64_t inbox,
+                                  int plane = 0) {
+    if constexpr (CUT_THROUGH) return put_tokens_in_groups(heap, team, magic, routed, inbox);
     if constexpr (LOCAL_BYPASS) return put_and_keep_tokens(heap, team, magic, routed, inbox);
     const uint64_t slot = slot_of(magic, heap.depth);
-    const PushUnits cut = units_of_push(heap, team, routed.num_tokens);
+    const int first = first_token_of_plane(heap, plane), num_tokens = share_of_plane(heap, routed.num_tokens, plane);
+    const PushUnits cut = units_of_push(heap, team, num_tokens);
     if (team.block >= cut.num_blocks) return;
-    const int lane = team.lane();
+    const int lane = team.lane(), dispatch_switch = heap.dispatch_switch + plane;
     for (int unit = team.block * team.num_warps() + team.warp(); unit < cut.num_units;
          unit += cut.num_blocks * team.num_warps()) {
-        const int token = cut.token(unit), first_byte = cut.part(unit) * cut.part_bytes;
+        const int token = first + cut.token(unit), first_byte = cut.part(unit) * cut.part_bytes;
         const int row_bytes = cut.has_row(unit) ? cut.part_bytes : 0, record_bytes = cut.has_record(unit) ? int(heap.record_bytes) : 0;
         warp_passes_port(heap, heap.pe, Port::EGRESS, row_bytes + record_bytes, lane);
         if (cut.has_record(unit)) {
-            const Remote target{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token)};
+            const Remote target{dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_routing, inbox, token - first)};
             put_record(heap, own<char>(heap, RankRegion::tokens_routing, slot, token), target, routed, token, lane);
         }
         if (!cut.has_row(unit)) continue;
@@ -142,27 +180,67 @@ __device__ inline void put_tokens(const Heap& heap, const Team& team, uint64_t m
             source = staged;
         }
         Link::put_row(heap, source, cut.part_bytes, lane, 1, [&](int) {
-            return Remote{heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_tokens, inbox, token) + first_byte};
+            return Remote{dispatch_switch, offset_of(heap, DispatchSwitchRegion::inbox_tokens, inbox, token - first) + first_byte};
         });
     }
-    if (team.block == cut.num_blocks - 1 && team.warp() == team.num_warps() - 1) put_header(heap, routed, magic, inbox, lane);
-    if (finish_packet(heap, team, Packet::PUSH, slot, cut.num_blocks) && lane == 0)
-        signal(heap, {heap.dispatch_switch, offset_of(heap, DispatchSwitchRegion::tokens_arrived, slot, heap.pe)},
-               signal_word(magic, routed.num_tokens > 0));
+    if (team.block == cut.num_blocks - 1 && team.warp() == team.num_warps() - 1)
+        put_header(heap, routed, magic, inbox, lane, plane);
+    if (finish_packet(heap, team, Packet::PUSH, slot * PLANES + plane, cut.num_blocks) && lane == 0)
+        signal(heap, {dispatch_switch, offset_of(heap, DispatchSwitchRegion::tokens_arrived, slot, heap.pe)},
+               signal_word(magic, num_tokens > 0));
 }
 
-// Put the microbatch into this rank's slot on the dispatch switch.
+// Put the microbatch into this rank's slot on every dispatch switch.
 __device__ inline void push_microbatch(const Heap& heap, const Team& team, uint64_t magic, const RoutedTokens& routed) {
-    put_tokens(heap, team, magic, routed, slot_of(magic, heap.depth) * heap.num_ranks + heap.pe);
+    for (int plane = 0; plane < PLANES; ++plane)
+        put_tokens(heap, team, magic, routed, slot_of(magic, heap.depth) * heap.num_ranks + heap.pe, plane);
 }
 
-// Has the packet of the dispatch switch come?
+// Wait for the packets of several dispatch switches, each in a run of its own. Returns false after an abort.
+__device__ inline bool wait_for_planes(const Heap& heap, const Team& team, uint64_t magic, ReceivedRows& received) {
+    const uint64_t slot = slot_of(magic, heap.depth), stride = place_of(heap, RankRegion::expert_rows_arrived).stride[1];
+    const char* flags = own<char>(heap, RankRegion::expert_rows_arrived, slot, 0, 0);
+    Watch watch{flags, stride, (1u << PLANES) - 1, true, Tag::EXPERT_ROWS, magic, nullptr};
+    watch.sender = heap.dispatch_switch;
+    if (wait_until_some(heap, team, watch).outcome != Outcome::ARRIVED) return false;
+    int32_t* first = workspace(heap).received_first[slot];
+    if (team.thread == 0) {
+        first[0] = 0;  // every block writes the same
+        for (int plane = 0; plane < PLANES; ++plane) {
+            const int64_t* header = own<int64_t>(heap, RankRegion::expert_rows_header, slot, plane, 0);
+            first[plane + 1] = first[plane] + (has_payload(load_word(flags + plane * stride)) ? int(header[Header::NUM_ROWS]) : 0);
+        }
+    }
+    team.sync();
+    received = {own<char>(heap, RankRegion::expert_rows, slot),
+                own<char>(heap, RankRegion::expert_rows_routing, slot),
+                first[PLANES],
+                PLANES,
+                heap.num_ranks * plane_tokens(heap),
+                first};
+    return true;
+}
+
+// Has the packet of every dispatch switch come? With cut-through: have the last groups, ahead of which others may still be under way?
+// Whoever takes the rows waits for all.
 __device__ inline bool expert_rows_arrived(const Heap& heap, uint64_t magic) {
+    if constexpr (CUT_THROUGH || PLANES > 1) {
+        bool all = true;
+        for (int i = 0; i < (CUT_THROUGH ? heap.num_ranks : PLANES); ++i) {
+            const uint64_t slot = slot_of(magic, heap.depth);
+            const char* flag = CUT_THROUGH ? own<char>(heap, RankRegion::expert_group_arrived, slot, 0, i, heap.row_groups - 1)
+                                           : own<char>(heap, RankRegion::expert_rows_arrived, slot, i, 0);
+            all = all && load_word(flag) >= signal_word(magic, false);
+        }
+        return all;
+    }
     return load_word(own<char>(heap, RankRegion::expert_rows_arrived, slot_of(magic, heap.depth), 0, 0)) >= signal_word(magic, false);
 }
 
 // Wait for the packet of the dispatch switch. Rows are packed by sender, in token order. Returns false after an abort.
 __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, uint64_t magic, ReceivedRows& received) {
+    if constexpr (PLANES > 1) return wait_for_planes(heap, team, magic, received);
+    if constexpr (CUT_THROUGH) return cut_through::wait_for_groups(heap, team, magic, received);
     const uint64_t slot = slot_of(magic, heap.depth);
     const char* flag = own<char>(heap, RankRegion::expert_rows_arrived, slot, 0, 0);
     if (!wait_until(heap, team, flag, Tag::EXPERT_ROWS, magic)) return false;
@@ -176,20 +254,25 @@ __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, 
     return true;
 }
 
-// Tell the combine switch that the partial sums stand in expert_rows. Every block calls it once it has written its share, also
+// Tell every combine switch that the partial sums stand in expert_rows. Every block calls it once it has written its share, also
 // one that had none: a rank's blocks meet here once per microbatch, so none of them can fall a whole ring behind and read a
 // header of a later one.
 __device__ inline void publish_partial_sums(const Heap& heap, const Team& team, uint64_t magic) {
     const uint64_t slot = slot_of(magic, heap.depth);
-    if (finish_packet(heap, team, Packet::PUBLISH, slot, team.num_blocks) && team.lane() == 0)
-        signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::partial_sums_ready, slot, heap.pe)},
+    if (finish_packet(heap, team, Packet::PUBLISH, slot, team.num_blocks) && team.lane() < PLANES)
+        signal(heap, {heap.combine_switch + team.lane(), offset_of(heap, CombineSwitchRegion::partial_sums_ready, slot, heap.pe)},
                signal_word(magic, true));
 }
 
 // Wait for the sums of this rank's tokens. Returns false after an abort.
 __device__ inline bool wait_for_token_sums(const Heap& heap, const Team& team, uint64_t magic, TokenSums& sums) {
     const uint64_t slot = slot_of(magic, heap.depth);
-    if (!wait_until(heap, team, own<char>(heap, RankRegion::token_sums_arrived, slot, 0), Tag::TOKEN_SUMS, magic)) return false;
+    Watch watch{own<char>(heap, RankRegion::token_sums_arrived, slot, 0), 0, 1, true, Tag::TOKEN_SUMS, magic, nullptr};
+    if constexpr (PLANES > 1) {
+        watch.stride = place_of(heap, RankRegion::token_sums_arrived).stride[1];
+        watch.pending = (1u << PLANES) - 1, watch.sender = heap.combine_switch;
+    }
+    if (wait_until_some(heap, team, watch).outcome != Outcome::ARRIVED) return false;
     sums.rows = own<char>(heap, RankRegion::token_sums, slot);
     if constexpr (LOCAL_BYPASS) {
         sums.own_rows = own<char>(heap, RankRegion::expert_rows, slot, first_own_row(heap));

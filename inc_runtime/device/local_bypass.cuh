@@ -1,21 +1,36 @@
 // Local bypass, rank side: rows of a rank's own experts stay on it. Twin: inc_runtime/collectives/local_bypass.py; chosen by
 // INC_LOCAL_BYPASS. Here what the in-network models do; the plain ones send no message to themselves (relayed.cuh, direct.cuh).
 //
-// Token t is pushed, kept and finished by one warp, number t modulo all warps of the team, whatever the microbatch: so a warp that
+// Token t is pushed, kept and finished by one warp (first_token_of_warp), whatever the microbatch: so a warp that
 // writes an own row over that of the slot's last microbatch has itself added its partial sum before, and no block waits for another.
 // That all own rows stand is proved by the words of the dispatch switch: it raises them once this rank's push is there, too.
 // Waits on, signals: nothing. Reads: the caller's tokens and choices. Writes: expert_rows, expert_rows_routing of this rank's own run;
 // the table of ranks. Cost: one local store per own row, one record per token; not measured yet.
 #pragma once
 
+#include <climits>
+
 #include "microbatch.cuh"
 #include "routing.cuh"
 
 namespace inc {
 
+// The tokens of a microbatch that are this warp's, in rising order: every so many, or with cut-through those of its block's groups.
+__device__ inline int first_token_of_warp(const Heap& heap, const Team& team) {
+    if constexpr (!CUT_THROUGH) return team.number_of_warp();
+    return team.warp() < heap.row_group_tokens ? team.block * heap.row_group_tokens + team.warp() : INT_MAX;
+}
+
+__device__ inline int next_token_of_warp(const Heap& heap, const Team& team, int token) {
+    if constexpr (!CUT_THROUGH) return token + team.total_warps();
+    const int group = token / heap.row_group_tokens, next = token + team.num_warps();
+    if (next < (group + 1) * heap.row_group_tokens) return next;
+    return (group + team.num_blocks) * heap.row_group_tokens + team.warp();
+}
+
 // Where the row of own token 0 stands in a slot: behind all that the switch can pack, or in the run of this rank.
 __device__ inline uint64_t first_own_row(const Heap& heap) {
-    return uint64_t(heap.phased ? heap.pe : heap.num_ranks - 1) * heap.microbatch_tokens;
+    return uint64_t(heap.phased || CUT_THROUGH ? heap.pe : heap.num_ranks - 1) * heap.microbatch_tokens;
 }
 
 // The ranks that need each own token of a microbatch, as a mask: [m_b].

@@ -140,6 +140,7 @@ struct Dims {
     int64_t ranks_per_phase;
     int64_t row_element_bytes = 2;
     bool local_bypass = false;
+    int64_t row_group_tokens = 0;
 
     INC_HOST_DEVICE constexpr int64_t num_ranks() const { return world.num_ranks; }
     INC_HOST_DEVICE constexpr int64_t whole_message_slots() const { return (num_relays() == 0) ? depth : 0; }
@@ -147,6 +148,11 @@ struct Dims {
     INC_HOST_DEVICE constexpr int64_t combine_planes() const { return larger(world.num_combine_switches, 1); }
     INC_HOST_DEVICE constexpr int64_t dispatch_plane_tokens() const { return ceil_div(microbatch_tokens, dispatch_planes()); }
     INC_HOST_DEVICE constexpr int64_t combine_plane_tokens() const { return ceil_div(microbatch_tokens, combine_planes()); }
+    INC_HOST_DEVICE constexpr int64_t row_groups() const {
+        return (row_group_tokens == 0)
+            ? 0
+            : ceil_div(dispatch_plane_tokens(), row_group_tokens);
+    }
     INC_HOST_DEVICE constexpr int64_t expert_row_capacity() const {
         return (dispatch_planes() * num_ranks()) * dispatch_plane_tokens();
     }
@@ -264,21 +270,22 @@ enum class RankRegion : int {
     expert_rows = 8,  // dispatch switch; then this rank, whose partial sums overwrite them; this rank, combine switch
     expert_rows_routing = 9,  // dispatch switch; this rank
     expert_rows_header = 10,  // dispatch switch; this rank
-    expert_rows_arrived = 11,  // dispatch switch; this rank
-    token_sums = 12,  // combine switch; this rank
-    token_sums_arrived = 13,  // combine switch; this rank
-    dispatch_grants = 14,  // dispatch switch; this rank
-    barrier_released = 15,  // dispatch switch 0; this rank
-    expert_chunk_arrived = 16,  // relay; this rank
-    received_partial_sums = 17,  // relay; global reduce
-    partial_chunk_arrived = 18,  // relay; this rank
-    relay_credits = 19,  // relay; this rank
-    message_header = 20,  // this rank; its own put
-    chunks_sent = 21,  // this rank; this rank
-    chunk_header = 22,  // this rank; its own put
-    phase_opened = 23,  // relay; this rank
-    ports = 24,  // whoever moves rows through a port of this rank; the same
-    NUM_REGIONS = 25,
+    expert_group_arrived = 11,  // dispatch switch; this rank
+    expert_rows_arrived = 12,  // dispatch switch; this rank
+    token_sums = 13,  // combine switch; this rank
+    token_sums_arrived = 14,  // combine switch; this rank
+    dispatch_grants = 15,  // dispatch switch; this rank
+    barrier_released = 16,  // dispatch switch 0; this rank
+    expert_chunk_arrived = 17,  // relay; this rank
+    received_partial_sums = 18,  // relay; global reduce
+    partial_chunk_arrived = 19,  // relay; this rank
+    relay_credits = 20,  // relay; this rank
+    message_header = 21,  // this rank; its own put
+    chunks_sent = 22,  // this rank; this rank
+    chunk_header = 23,  // this rank; its own put
+    phase_opened = 24,  // relay; this rank
+    ports = 25,  // whoever moves rows through a port of this rank; the same
+    NUM_REGIONS = 26,
 };
 
 INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
@@ -294,6 +301,7 @@ INC_HOST_DEVICE constexpr Description describe(RankRegion member) {
         case RankRegion::expert_rows: return {"expert_rows", Kind::ROWS, Element::ROW, 0x7fu, false};
         case RankRegion::expert_rows_routing: return {"expert_rows_routing", Kind::RECORDS, Element::ROUTING_RECORD, 0x7fu, false};
         case RankRegion::expert_rows_header: return {"expert_rows_header", Kind::CONTROL, Element::INT64, 0x7fu, false};
+        case RankRegion::expert_group_arrived: return {"expert_group_arrived", Kind::FLAGS, Element::UINT64, 0x28u, false};
         case RankRegion::expert_rows_arrived: return {"expert_rows_arrived", Kind::FLAGS, Element::UINT64, 0x78u, false};
         case RankRegion::token_sums: return {"token_sums", Kind::ROWS, Element::ROW, 0x78u, false};
         case RankRegion::token_sums_arrived: return {"token_sums_arrived", Kind::FLAGS, Element::UINT64, 0x78u, false};
@@ -325,6 +333,7 @@ INC_HOST_DEVICE constexpr Shape shape(RankRegion member, const Dims& d) {
         case RankRegion::expert_rows: return {3, {d.depth, d.expert_row_capacity(), d.hidden_size}};
         case RankRegion::expert_rows_routing: return {2, {d.depth, d.expert_row_capacity()}};
         case RankRegion::expert_rows_header: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), 9}};
+        case RankRegion::expert_group_arrived: return {4, {d.depth, d.dispatch_planes(), d.num_ranks(), d.row_groups()}};
         case RankRegion::expert_rows_arrived: return {3, {d.depth, d.dispatch_planes(), d.senders_per_flag()}};
         case RankRegion::token_sums: return {3, {d.depth, d.microbatch_tokens, d.hidden_size}};
         case RankRegion::token_sums_arrived: return {2, {d.depth, d.combine_planes()}};
@@ -358,11 +367,12 @@ enum class DispatchSwitchRegion : int {
     inbox_tokens = 10,  // rank; this switch
     inbox_header = 11,  // rank; this switch
     inbox_routing = 12,  // rank; this switch
-    tokens_arrived = 13,  // rank; this switch
-    outbox_header = 14,  // this switch; its own puts
-    dispatch_requests = 15,  // rank; this switch
-    barrier_joined = 16,  // rank; dispatch switch 0
-    NUM_REGIONS = 17,
+    group_arrived = 13,  // rank; this switch
+    tokens_arrived = 14,  // rank; this switch
+    outbox_header = 15,  // this switch; its own puts
+    dispatch_requests = 16,  // rank; this switch
+    barrier_joined = 17,  // rank; dispatch switch 0
+    NUM_REGIONS = 18,
 };
 
 INC_HOST_DEVICE constexpr Description describe(DispatchSwitchRegion member) {
@@ -380,6 +390,7 @@ INC_HOST_DEVICE constexpr Description describe(DispatchSwitchRegion member) {
         case DispatchSwitchRegion::inbox_tokens: return {"inbox_tokens", Kind::ROWS, Element::ROW, 0x78u, false};
         case DispatchSwitchRegion::inbox_header: return {"inbox_header", Kind::CONTROL, Element::INT64, 0x78u, false};
         case DispatchSwitchRegion::inbox_routing: return {"inbox_routing", Kind::RECORDS, Element::ROUTING_RECORD, 0x78u, false};
+        case DispatchSwitchRegion::group_arrived: return {"group_arrived", Kind::FLAGS, Element::UINT64, 0x28u, false};
         case DispatchSwitchRegion::tokens_arrived: return {"tokens_arrived", Kind::FLAGS, Element::UINT64, 0x78u, false};
         case DispatchSwitchRegion::outbox_header: return {"outbox_header", Kind::CONTROL, Element::INT64, 0x78u, false};
         case DispatchSwitchRegion::dispatch_requests: return {"dispatch_requests", Kind::FLAGS, Element::UINT64, 0x54u, false};
@@ -403,6 +414,7 @@ INC_HOST_DEVICE constexpr Shape shape(DispatchSwitchRegion member, const Dims& d
         case DispatchSwitchRegion::inbox_tokens: return {3, {d.inbox_slots(), d.dispatch_plane_tokens(), d.hidden_size}};
         case DispatchSwitchRegion::inbox_header: return {2, {d.inbox_slots(), 9}};
         case DispatchSwitchRegion::inbox_routing: return {2, {d.inbox_slots(), d.dispatch_plane_tokens()}};
+        case DispatchSwitchRegion::group_arrived: return {3, {d.depth, d.num_ranks(), d.row_groups()}};
         case DispatchSwitchRegion::tokens_arrived: return {2, {d.depth, d.num_ranks()}};
         case DispatchSwitchRegion::outbox_header: return {4, {d.depth, d.num_ranks(), d.num_ranks(), 9}};
         case DispatchSwitchRegion::dispatch_requests: return {1, {d.num_ranks()}};

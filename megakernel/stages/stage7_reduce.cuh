@@ -18,7 +18,7 @@ constexpr int POLL_NS = 1000;  // every vector warp of the GPU polls here for mo
 __device__ __forceinline__ void reduce_row(const Heap& heap, const char* outputs, char* row, int place, float weight, int lane) {
   constexpr int PIECES = 2, AT_ONCE = 3;  // 16-byte pieces of a row per lane, and choices whose loads fly together
   const uint32_t local = __ballot_sync(ALL_LANES, place >= 0);
-  if (LOCAL_BYPASS && local == 0) return;  // an own token that no own expert needs
+  if (GAPS && local == 0) return;  // a place without a row
   for (uint32_t start = 0; start < heap.row_bytes; start += WARP * 16 * PIECES) {
     float sum[PIECES][8] = {};
     for (uint32_t left = local; left;) {

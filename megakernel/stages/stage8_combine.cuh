@@ -17,7 +17,7 @@ __device__ inline bool combine_microbatch(const Heap& heap, const Team& team, co
   if (!wait_for_token_sums(heap, team, magic, sums)) return false;
   char* output = pointer<char>(arguments.output) + uint64_t(first_token) * heap.row_bytes;
   const int columns = heap.row_bytes / 16;
-  for (int token = team.number_of_warp(); token < num_tokens; token += team.total_warps()) {
+  for (int token = first_token_of_warp(heap, team); token < num_tokens; token = next_token_of_warp(heap, team, token)) {
     char* row = output + uint64_t(token) * heap.row_bytes;
     const TokenSums::OfToken sum = sums.of(heap, token);
     for (int first = team.lane(); first < columns; first += WARP * PIECES) {

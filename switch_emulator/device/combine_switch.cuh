@@ -86,8 +86,9 @@ __device__ inline void combine_token(const Heap& heap, const Team& team, const R
     const uint64_t expert_rows = offset_of(heap, RankRegion::expert_rows, slot, first_row) + part * part_bytes;
     const auto remote_row = [&](int rank) { return Remote{rank, expert_rows + uint64_t(rows[rank]) * heap.row_bytes}; };
     float* accumulator = reinterpret_cast<float*>(heap.accumulators) +
-                         (uint64_t(owner) * heap.microbatch_tokens + row) * heap.hidden_size + part * part_bytes / 2;
-    const Remote sum{owner, offset_of(heap, RankRegion::token_sums, slot, row) + part * part_bytes};
+                         (uint64_t(owner) * plane_tokens(heap) + row) * heap.hidden_size + part * part_bytes / 2;
+    const int token_of_owner = first_token_of_plane(heap, own_plane(heap)) + row;
+    const Remote sum{owner, offset_of(heap, RankRegion::token_sums, slot, token_of_owner) + part * part_bytes};
     const bool resume = (members & pass.done) != 0;
     if constexpr (!Link::STAGED) {
         sum_part(
@@ -159,9 +160,9 @@ __device__ inline Waited next_ranks(const Heap& heap, const Team& team, uint32_t
 __device__ inline void signal_combined(const Heap& heap, const RegroupShared& shared, uint64_t slot, uint64_t magic, int lane) {
     if (lane < heap.num_ranks) {
         const bool payload = shared.first[lane + 1] > shared.first[lane];
-        signal(heap, {lane, offset_of(heap, RankRegion::token_sums_arrived, slot, 0)}, signal_word(magic, payload));
+        signal(heap, {lane, offset_of(heap, RankRegion::token_sums_arrived, slot, own_plane(heap))}, signal_word(magic, payload));
     }
-    if (lane == 0) *own<uint64_t>(heap, CombineSwitchRegion::magic) = magic;
+    if (lane == 0) advance_counter(own<uint64_t>(heap, CombineSwitchRegion::magic), magic);
 }
 
 // The run of tokens of one block, and how far it is.
@@ -180,7 +181,7 @@ __device__ inline bool combine_run(const Heap& heap, const Team& team, const Com
     for (tile.begin = run.begin; tile.begin < run.end; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, run.end - tile.begin);
         if (!run.single_tile()) place_tile(heap, team, run.senders, shared, tile);
-        combine_tile(heap, team, shared, tile, pass, run.slot);
+        combine_tile(heap, team, shared, tile, pass, run.slot, first_row_of_plane(heap));
     }
     return true;
 }
@@ -189,16 +190,16 @@ __device__ inline bool combine_run(const Heap& heap, const Team& team, const Com
 __device__ inline Outcome serve_combine_microbatch(const Heap& heap, const Team& team, RegroupShared& shared, Tile tile,
                                                    uint64_t magic, const SwitchArguments& arguments) {
     const uint64_t slot = slot_of(magic, heap.depth);
-    const Watch watch{own<char>(heap, CombineSwitchRegion::plan_arrived, slot, 0),
+    const Watch watch{own<char>(heap, CombineSwitchRegion::plan_arrived, slot, own_plane(heap)),
                       0,
                       1,
                       true,
                       Tag::COMBINE_PLAN,
                       magic,
                       own<char>(heap, CombineSwitchRegion::stop)};
-    const Senders senders{own<char>(heap, CombineSwitchRegion::plan_header, slot, 0, 0),
+    const Senders senders{own<char>(heap, CombineSwitchRegion::plan_header, slot, own_plane(heap), 0),
                           place_of(heap, CombineSwitchRegion::plan_header).stride[2],
-                          own<char>(heap, CombineSwitchRegion::plan_routing, slot, 0, 0),
+                          own<char>(heap, CombineSwitchRegion::plan_routing, slot, own_plane(heap), 0),
                           place_of(heap, CombineSwitchRegion::plan_routing).stride[2],
                           Tag::COMBINE_PLAN,
                           magic};

@@ -137,7 +137,7 @@ __device__ inline Outcome serve_combine_job(const Heap& heap, const Team& team, 
         const int num_tokens = shared.first[heap.num_ranks];
         signal(heap, {job.sender, offset_of(heap, RankRegion::token_sums_arrived, slot, 0)},
                signal_word(job.magic, num_tokens > 0));
-        atomicMax(own<unsigned long long>(heap, CombineSwitchRegion::magic), (unsigned long long)job.magic);
+        advance_counter(own<uint64_t>(heap, CombineSwitchRegion::magic), job.magic);
         record_moment(arguments, job.magic, arrived_ns, num_tokens);
     }
     return Outcome::ARRIVED;

@@ -22,7 +22,7 @@ struct DispatchTile {
     const Tile& tile;
     const uint64_t slot;
     const int place = -1;          // phased: the inbox slot of the sender
-    const uint64_t first_row = 0;  // phased: of the sender's run on every expert rank
+    const uint64_t first_row = 0;  // of the plane, or when phased of the sender's run, on every expert rank
 
     __device__ bool phased() const { return place >= 0; }
     __device__ int sender(int index) const { return sender_of(shared, tile.begin + index); }
@@ -43,7 +43,8 @@ __device__ inline void multicast_record(const DispatchTile& t, int index, int la
     const uint64_t records = offset_of(t.heap, RankRegion::expert_rows_routing, t.slot), row = t.row_of_sender(index);
     const char* record = record_of(t.heap, t.senders, t.shared, t.tile.begin + index, sender);
     const Remote plan{t.heap.combine_switch,
-                      offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, sender) + row * t.heap.record_bytes};
+                      offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, own_plane(t.heap), sender) +
+                          row * t.heap.record_bytes};
     Link::put_words(t.heap, record, t.heap.record_bytes, lane, t.tile.mask[index],
                     [&](int rank) { return Remote{rank, records + t.row_of_rank(index, rank) * t.heap.record_bytes}; });
     if (!t.phased()) Link::put_words(t.heap, record, t.heap.record_bytes, lane, 1, [&](int) { return plan; });
@@ -87,7 +88,8 @@ __device__ inline void multicast_records(const DispatchTile& t, const Team& team
         team, t.tile.num_tokens * words, [&](int at) { return word_of_token(at / words, at % words); },
         [&](int at) {
             const int index = at / words;
-            const uint64_t records = offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, 0, t.sender(index));
+            const uint64_t records =
+                offset_of(t.heap, CombineSwitchRegion::plan_routing, t.slot, own_plane(t.heap), t.sender(index));
             const Remote record{t.heap.combine_switch, records + uint64_t(t.row_of_sender(index)) * t.heap.record_bytes};
             return reinterpret_cast<uint64_t*>(address(t.heap, record)) + at % words;
         });
@@ -127,7 +129,7 @@ __device__ inline void put_packet_headers(const Heap& heap, const Team& team, co
         if (lane == 0) workspace(heap).total_rows[ring_of(key)][rank] = total;
         if (total == 0 || lane >= HEADER_FIELDS) continue;
         const int64_t field = lane == Header::NUM_ROWS ? total : header_field(senders, 0, lane);
-        const Remote target{rank, offset_of(heap, RankRegion::expert_rows_header, slot, 0, sender)};
+        const Remote target{rank, offset_of(heap, RankRegion::expert_rows_header, slot, own_plane(heap), sender)};
         int64_t* staged = own<int64_t>(heap, DispatchSwitchRegion::outbox_header, slot, rank, sender);
         staged[lane] = field;
         if constexpr (!Link::STAGED) reinterpret_cast<int64_t*>(address(heap, target))[lane] = field;
@@ -138,7 +140,7 @@ __device__ inline void put_packet_headers(const Heap& heap, const Team& team, co
             if (shared.before[rank])
                 Link::put_words(
                     heap, own<char>(heap, DispatchSwitchRegion::outbox_header, slot, rank, sender), HEADER_FIELDS * 8, lane, 1,
-                    [&](int) { return Remote{rank, offset_of(heap, RankRegion::expert_rows_header, slot, 0, sender)}; });
+                    [&](int) { return Remote{rank, offset_of(heap, RankRegion::expert_rows_header, slot, own_plane(heap), sender)}; });
     }
 }
 
@@ -146,7 +148,7 @@ __device__ inline void put_packet_headers(const Heap& heap, const Team& team, co
 __device__ inline void forward_plan_headers(const Heap& heap, const Team& team, const Senders& senders, uint64_t slot) {
     for (int sender = team.warp(); sender < heap.num_ranks; sender += team.num_warps())
         Link::put_words(heap, senders.headers + sender * senders.header_stride, HEADER_FIELDS * 8, team.lane(), 1, [&](int) {
-            return Remote{heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_header, slot, 0, sender)};
+            return Remote{heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_header, slot, own_plane(heap), sender)};
         });
 }
 
@@ -157,7 +159,8 @@ __device__ inline void signal_expert_ranks(const Heap& heap, const RegroupShared
     const uint32_t total = shared.num_blocks == 1
                                ? shared.before[lane]
                                : *reinterpret_cast<volatile uint32_t*>(&workspace(heap).total_rows[ring_of(key)][lane]);
-    signal(heap, {lane, offset_of(heap, RankRegion::expert_rows_arrived, slot, 0, sender)}, signal_word(magic, total > 0));
+    signal(heap, {lane, offset_of(heap, RankRegion::expert_rows_arrived, slot, own_plane(heap), sender)},
+           signal_word(magic, total > 0));
     atomicAdd(reinterpret_cast<unsigned long long*>(&workspace(heap).rows_sent), (unsigned long long)total);
 }
 
@@ -165,9 +168,9 @@ __device__ inline void signal_expert_ranks(const Heap& heap, const RegroupShared
 __device__ inline void signal_dispatched(const Heap& heap, const RegroupShared& shared, uint64_t slot, uint64_t magic, int lane) {
     signal_expert_ranks(heap, shared, slot, magic, magic, 0, lane);
     if (lane == 0) {
-        signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_arrived, slot, 0)},
+        signal(heap, {heap.combine_switch, offset_of(heap, CombineSwitchRegion::plan_arrived, slot, own_plane(heap))},
                signal_word(magic, true));
-        *own<uint64_t>(heap, DispatchSwitchRegion::magic) = magic;
+        advance_counter(own<uint64_t>(heap, DispatchSwitchRegion::magic), magic);
     }
 }
 
@@ -227,7 +230,7 @@ __device__ inline Outcome serve_dispatch_microbatch(const Heap& heap, const Team
     for (tile.begin = run.x; tile.begin < run.y; tile.begin += SWITCH_THREADS) {
         tile.num_tokens = min(SWITCH_THREADS, run.y - tile.begin);
         place_tile(heap, team, senders, shared, tile);
-        multicast_tile({heap, shared, senders, tile, slot}, team);
+        multicast_tile({heap, shared, senders, tile, slot, -1, first_row_of_plane(heap)}, team);
     }
     if (team.block == 0) forward_plan_headers(heap, team, senders, slot);
     if (team.block == num_blocks - 1) put_packet_headers(heap, team, shared, senders, slot, magic, 0);

@@ -34,6 +34,11 @@ struct Senders {
 // number of the job when phased; blocks are never MAX_DEPTH packets apart.
 __device__ inline uint64_t ring_of(uint64_t key) { return key % MAX_DEPTH; }
 
+// The counter of a switch, behind a packet that is done: another block may have finished a later one before.
+__device__ inline void advance_counter(uint64_t* counter, uint64_t magic) {
+    atomicMax(reinterpret_cast<unsigned long long*>(counter), (unsigned long long)magic);
+}
+
 struct RegroupShared {
     int first[MAX_RANKS + 1];   // number of the first token of each sender; the last entry is the number of tokens
     int before[MAX_RANKS];      // rows of each expert rank before the next tile
@@ -149,7 +154,8 @@ __device__ inline bool try_to_open(const Heap& heap, const Team& team, const Wat
                 num_blocks = blocks_for(heap, team, shared);
             if (lane == 0 && num_blocks) store_word_of_gpu(&opened, watch.magic << 16 | num_blocks);
         } else {
-            part_of_word(load_word_of_gpu(&opened), watch.magic, team.block, num_blocks);
+            // One lane looks for all, as the first block may write meanwhile.
+            part_of_word(__shfl_sync(ALL_LANES, load_word_of_gpu(&opened), 0), watch.magic, team.block, num_blocks);
             if (num_blocks && !read_headers(heap, senders, false, shared, lane)) num_blocks = 0;
         }
         if (lane == 0) shared.outcome = Outcome::ARRIVED, shared.num_blocks = num_blocks;
@@ -233,6 +239,12 @@ __device__ inline bool add_lower_runs(const Heap& heap, const Team& team, Regrou
     return shared.outcome == Outcome::ARRIVED;
 }
 
+// Where the row of a token stands in a slot with cut-through: in its sender's run, whatever came before.
+__device__ inline int row_in_run(const Heap& heap, const RegroupShared& shared, int token) {
+    const int sender = sender_of(shared, token);
+    return sender * heap.microbatch_tokens + token - shared.first[sender];
+}
+
 // Fill one tile and advance `shared.before` over it. Begins and ends with a barrier.
 __device__ inline void place_tile(const Heap& heap, const Team& team, const Senders& senders, RegroupShared& shared,
                                   Tile& tile) {
@@ -260,8 +272,10 @@ __device__ inline void place_tile(const Heap& heap, const Team& team, const Send
     team.sync();
     if (present) {
         for (int rank = 0; rank < num_ranks; ++rank) {
-            const int row = tile.rows[team.thread * num_ranks + rank] + shared.warp_rows[warp][rank];
+            int row = tile.rows[team.thread * num_ranks + rank] + shared.warp_rows[warp][rank];
+            if constexpr (CUT_THROUGH) row = row_in_run(heap, shared, tile.begin + team.thread);
             tile.rows[team.thread * num_ranks + rank] = row;
+            if constexpr (CUT_THROUGH) continue;
             if (mask >> rank & 1)
                 tile.token_of_row[rank * SWITCH_THREADS + row - shared.first_rows[rank]] = uint16_t(team.thread);
         }

@@ -5,6 +5,7 @@
 // Waits on: the flags of its role; idle waits have no limit and watch stop and abort. Signals, reads, writes: see the two .cuh
 // files. The counter behind magic lives in the heap and is read on entry, so a kernel may be stopped and launched again.
 #include "combine_switch_phased.cuh"
+#include "dispatch_switch_cut_through.cuh"
 #include "dispatch_switch_phased.cuh"
 #include "relay_switch.cuh"
 
@@ -46,10 +47,18 @@ __device__ inline void relay_until_stopped(const Heap& heap, const SwitchArgumen
 extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)
     dispatch_switch_kernel(const __grid_constant__ inc::Heap heap, const __grid_constant__ inc::SwitchArguments arguments) {
     using namespace inc;
+#if defined(INC_CUT_THROUGH)
+    __shared__ CutThroughShared shared;
+    const Team team = whole_block();
+    if (aborted(heap)) return;
+    serve_cut_through(heap, team, shared, *own<uint64_t>(heap, DispatchSwitchRegion::magic) + 1, arguments);
+    if (finish_packet(heap, team, Packet::LEAVE, 0, team.num_blocks)) remember_stops<DispatchSwitchRegion>(heap, team.lane());
+#else
     serve_until_stopped<DispatchShared>(heap, own<uint64_t>(heap, DispatchSwitchRegion::magic),
                                         [&](const Team& team, DispatchShared& shared, const Tile& tile, uint64_t magic) {
                                             return serve_dispatch_microbatch(heap, team, shared, tile, magic, arguments);
                                         });
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(inc::SWITCH_THREADS, 1)

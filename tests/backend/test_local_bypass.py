@@ -133,7 +133,7 @@ def test_sums_in_rank_order_repeat_their_bits(model: Model) -> None:
 
 @pytest.mark.parametrize("model", [m for m in Model if not m.selective], **by_name)
 def test_models_whose_rows_go_everywhere_are_refused(model: Model) -> None:
-    with pytest.raises(ConfigurationError, match="local_bypass = True: it must be False for"):
+    with pytest.raises(ConfigurationError, match="local_bypass = True: it must be left out for"):
         Dims.of(model, World(W), SHAPE, PIPELINE)
 
 

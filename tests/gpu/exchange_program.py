@@ -23,7 +23,7 @@ from inc_runtime.errors import IncError
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import Role, World
 from switch_emulator.launch_switch import RunningSwitch
-from tests.gpu.expected import Case, expected
+from tests.gpu.expected import Case, Options, expected
 
 ONLY_ON_THE_HOST, ONLY_ON_GPUS = {"stop"}, {"ports"}
 STAGING = {"tokens", "packed_tokens", "sums_out"}
@@ -49,7 +49,7 @@ ALL_TO_EVERY_RANK = {
 """The model whose programs are the same, with every token to every rank."""
 
 
-def parity_cases(num_ranks: int, model: CommunicationModel, group: int, local_bypass: bool) -> list[Case]:
+def parity_cases(num_ranks: int, model: CommunicationModel, group: int, options: Options) -> list[Case]:
     small = LayerShape(num_experts=4 * num_ranks + 1, top_k=4, hidden_size=64, intermediate_size=64)
     olmoe = LayerShape(num_experts=64, top_k=8, hidden_size=2048, intermediate_size=1024)
     one = Pipeline(bound_tokens=8, microbatch_tokens=8, depth=3)
@@ -70,9 +70,9 @@ def parity_cases(num_ranks: int, model: CommunicationModel, group: int, local_by
         Case("nobody has tokens", small, one, nobody, model),
     ]
     everywhere = ALL_TO_EVERY_RANK.get(model)
-    if everywhere and not local_bypass:
+    if everywhere and options == Options():
         cases.append(Case("every rank gets every token", small, one, uneven[:4], everywhere))
-    cases = [replace(case, pipeline=replace(case.pipeline, local_bypass=local_bypass)) for case in cases]
+    cases = [replace(case, pipeline=options.on(case.pipeline)) for case in cases]
     if not model.phased:
         return cases
     return [
@@ -80,12 +80,14 @@ def parity_cases(num_ranks: int, model: CommunicationModel, group: int, local_by
     ]
 
 
-def differing(heap: DeviceHeap, wanted: dict[str, np.ndarray], verbs: Verbs, model: CommunicationModel) -> list[str]:
+def differing_regions(
+    seen_regions: dict[str, np.ndarray], wanted: dict[str, np.ndarray], verbs: Verbs, model: CommunicationModel
+) -> list[str]:
     """Regions whose bytes differ, with the first place."""
     skipped = ONLY_ON_THE_HOST | ONLY_ON_GPUS | (STAGING if verbs is Verbs.DIRECT else set())
     skipped |= BY_ARRIVAL[model.in_network] if model.phased else set()
     found = []
-    for name, seen in heap.snapshot().items():
+    for name, seen in seen_regions.items():
         if name in skipped:
             continue
         unequal = np.flatnonzero(seen.reshape(-1).view("u1") != wanted[name].reshape(-1).view("u1"))
@@ -110,7 +112,7 @@ def check_parity(job: NvshmemJob, case: Case, verbs: Verbs, rank_port_gbps: floa
                 problems.append(f"call {call}: output differs")
         job.barrier()
         heap.check()
-        problems += [f"call {call}: {text}" for text in differing(heap, memory[job.pe], verbs, case.model)]
+        problems += [f"call {call}: {text}" for text in differing_regions(heap.snapshot(), memory[job.pe], verbs, case.model)]
         job.barrier()
     stop(job, heap, switch)
     return problems
@@ -134,11 +136,11 @@ def report(job: NvshmemJob, name: str, problems: list[str]) -> bool:
     return not any(everyone)
 
 
-def run_parity(job: NvshmemJob, model: CommunicationModel, verbs: Verbs, rank_port_gbps: float, local_bypass: bool) -> bool:
+def run_parity(job: NvshmemJob, model: CommunicationModel, verbs: Verbs, rank_port_gbps: float, options: Options) -> bool:
     good = True
     for group in (1, 2, job.world.num_ranks) if model.phased else (1,):
-        for case in parity_cases(job.world.num_ranks, model, group, local_bypass):
-            name = f"parity, {case.model.value}{', local bypass' * local_bypass}, {verbs.value} verbs: {case.name}"
+        for case in parity_cases(job.world.num_ranks, model, group, options):
+            name = f"parity, {case.model.value}{options}, {verbs.value} verbs: {case.name}"
             good &= report(job, name, check_parity(job, case, verbs, rank_port_gbps))
     return good
 
@@ -165,14 +167,14 @@ STRESSES = (
 
 
 def run_stress(
-    job: NvshmemJob, model: CommunicationModel, stress: Stress, num_microbatches: int, local_bypass: bool
+    job: NvshmemJob, model: CommunicationModel, stress: Stress, num_microbatches: int, options: Options
 ) -> bool:
     """Back-to-back microbatches of hashed tokens; every received row and every sum is compared on the device."""
     shape = LayerShape(num_experts=64, top_k=8, hidden_size=512, intermediate_size=64)
     size = stress.microbatch_tokens
     pipeline = Pipeline(num_microbatches * size, size, depth=stress.depth, sum_order=stress.order)
     pipeline = replace(pipeline, ranks_per_phase=stress.ranks_per_phase, barrier_after_dispatch=stress.barrier)
-    pipeline = replace(pipeline, local_bypass=local_bypass)
+    pipeline = options.on(pipeline)
     case = Case("stress", shape, pipeline, ((pipeline.bound_tokens,) * job.world.num_ranks,), model)
     heap = DeviceHeap(job, case.layout(job.world), poison=True)
     switch = None if heap.role is Role.COMPUTE_RANK else RunningSwitch(heap, stress.order)
@@ -190,7 +192,7 @@ def run_stress(
     seconds = time.monotonic() - begin
     heap.check()
     stop(job, heap, switch)
-    text = f"stress, {model.value}{', local bypass' * local_bypass}: "
+    text = f"stress, {model.value}{options}: "
     text += f"{num_microbatches} microbatches of {size}, depth {stress.depth}, {stress.order.value} order, "
     return report(job, f"{text}delays {stress.delay_us} us: {seconds:.1f} s", problems)
 
@@ -202,10 +204,10 @@ FAULTS = (
 )
 
 
-def run_fault(job: NvshmemJob, model: CommunicationModel, local_bypass: bool, fault: str, kind: str, words: str) -> bool:
+def run_fault(job: NvshmemJob, model: CommunicationModel, options: Options, fault: str, kind: str, words: str) -> bool:
     """Rank 1 misbehaves: some PE reports the cause in the right words, and no PE that still waits is left without an error."""
     shape, pipeline = LayerShape(num_experts=16, top_k=2, hidden_size=64, intermediate_size=64), Pipeline(8, 8)
-    pipeline = replace(pipeline, local_bypass=local_bypass)
+    pipeline = options.on(pipeline)
     case = Case(fault, shape, pipeline, ((8,) * job.world.num_ranks,), model)
     heap = DeviceHeap(job, case.layout(job.world))
     heap.argument["wait_limit_ns"] = int(heap.argument["wait_limit_ns"] / job.environment.wait_limit_s)  # one second for ranks
@@ -232,7 +234,7 @@ def run_fault(job: NvshmemJob, model: CommunicationModel, local_bypass: bool, fa
     if job.pe == 0 and named:
         print(f"        {named[0]}", flush=True)
     heap.close()
-    name = f"fault, {model.value}{', local bypass' * local_bypass}: {fault}"
+    name = f"fault, {model.value}{options}: {fault}"
     return report(job, name, [] if named and not silent else [f"{everyone}, silent: {silent}"])
 
 
@@ -246,24 +248,24 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=2000)
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace the ports of the ranks in parity runs; 0: do not")
     parser.add_argument("--repeats", type=int, default=1, help="of the long runs")
-    parser.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
+    Options.add_to(parser)
     options = parser.parse_args()
-    bypass = options.local_bypass
+    chosen = Options.of(options)
     with NvshmemJob.join(World(options.ranks, options.switches, options.switches), 256 << 20, options.placement) as job:
         good = True
         for model in options.models:
             if "parity" in options.properties:
-                good &= run_parity(job, model, Verbs.DIRECT, options.rank_port_gbps, bypass)
+                good &= run_parity(job, model, Verbs.DIRECT, options.rank_port_gbps, chosen)
             if "stress" in options.properties:
                 for _ in range(options.repeats):
                     for stress in STRESSES:
                         number = max(1, int(options.microbatches * stress.share))
-                        good &= run_stress(job, model, stress, number, bypass)
+                        good &= run_stress(job, model, stress, number, chosen)
             if "nvshmem" in options.properties and not model.phased:
-                good &= run_parity(job, model, Verbs.NVSHMEM, options.rank_port_gbps, bypass)
+                good &= run_parity(job, model, Verbs.NVSHMEM, options.rank_port_gbps, chosen)
             if "faults" in options.properties:
                 for fault in FAULTS:
-                    good &= run_fault(job, model, bypass, *fault)
+                    good &= run_fault(job, model, chosen, *fault)
     sys.exit(0 if good else 1)
 
 

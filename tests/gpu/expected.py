@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,31 @@ from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.protocol import World
 from megakernel.pipeline import StageGroup, schedule
 from switch_emulator.run_switch import run_switch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the exchange that a whole run is made with. `row_group_tokens`: cut-through; 0: none."""
+
+    local_bypass: bool = False
+    row_group_tokens: int = 0
+
+    @classmethod
+    def add_to(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
+        parser.add_argument("--row-group-tokens", type=int, default=0, help="the dispatch switch cuts through in such groups")
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Options:
+        return cls(options.local_bypass, options.row_group_tokens)
+
+    def on(self, pipeline: Pipeline) -> Pipeline:
+        groups = min(self.row_group_tokens, pipeline.microbatch_tokens) or None
+        return replace(pipeline, local_bypass=self.local_bypass, row_group_tokens=groups)
+
+    def __str__(self) -> str:
+        groups = f", groups of {self.row_group_tokens}" if self.row_group_tokens else ""
+        return ", local bypass" * self.local_bypass + groups
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from inc_runtime.protocol import World
 from megakernel.device_trace import DeviceTrace
 from results.layer_rivals import captured
 from results.provenance import commit_name, header
+from tests.gpu.expected import Options
 from tests.gpu.layer_on_gpu import OLMOE, RELATIVE_BOUND, SMALL, Case, Layer, cases
 
 
@@ -53,9 +54,9 @@ def check_case(job: NvshmemJob, case: Case) -> list[str]:
     return problems or [] if worst < RELATIVE_BOUND else [f"relative error {worst}"]
 
 
-def check_fault(job: NvshmemJob, local_bypass: bool) -> list[str]:
+def check_fault(job: NvshmemJob, options: Options) -> list[str]:
     """A logit of rank 1 is not a number: it says so, and every other rank hears of it from its own kernel alone."""
-    case = Case("fault", SMALL, Pipeline(64, 16, 4, local_bypass=local_bypass), ((64,) * job.world.num_ranks,))
+    case = Case("fault", SMALL, options.on(Pipeline(64, 16, 4)), ((64,) * job.world.num_ranks,))
     layer = Layer(job, case)
     seen = ""
     try:
@@ -78,9 +79,9 @@ def check_fault(job: NvshmemJob, local_bypass: bool) -> list[str]:
     return [f"PE {pe} says {text!r}" for pe, text in enumerate(everyone) if "rank 1" not in text]
 
 
-def check_bits(job: NvshmemJob, repeats: int, local_bypass: bool) -> list[str]:
+def check_bits(job: NvshmemJob, repeats: int, options: Options) -> list[str]:
     """The same tokens give the same bits in rank order, whatever comes first; the grid varies."""
-    pipeline = Pipeline(700, 128, 4, sum_order=SumOrder.RANK, local_bypass=local_bypass)
+    pipeline = options.on(Pipeline(700, 128, 4, sum_order=SumOrder.RANK))
     case = Case("bits", OLMOE, pipeline, ((700,) * job.world.num_ranks,))
     layer = Layer(job, case)
     problems: list[str] = []
@@ -101,10 +102,10 @@ def check_bits(job: NvshmemJob, repeats: int, local_bypass: bool) -> list[str]:
     return problems
 
 
-def check_graph(job: NvshmemJob, num_layers: int, replays: int, local_bypass: bool) -> list[str]:
+def check_graph(job: NvshmemJob, num_layers: int, replays: int, options: Options) -> list[str]:
     """Several calls captured as the first thing this layer does, replayed with fewer and more tokens, other inputs and masks."""
     n = 300
-    pipeline = Pipeline(n, 64, 4, local_bypass=local_bypass)
+    pipeline = options.on(Pipeline(n, 64, 4))
     case = Case("graph", SMALL, pipeline, ((n,) * job.world.num_ranks,) * (replays + 1), masked=True)
     layer = Layer(job, case)
     problems: list[str] = []
@@ -223,29 +224,28 @@ def main() -> None:
     parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D or N:m_b:D:edge, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
-    parser.add_argument("--local-bypass", action="store_true", help="rows of a rank's own experts stay on it")
+    Options.add_to(parser)
     parser.add_argument("--output", type=Path, help="where the trace goes, for results/plot_stage_timeline.py")
     parser.add_argument("--slab-mib", type=int, default=1024)
     options = parser.parse_args()
-    bypass = options.local_bypass
+    chosen = Options.of(options)
     world = World(options.ranks, options.switches, options.switches)
     with NvshmemJob.join(world, options.slab_mib << 20, options.placement) as job:
         good = True
         if "right" in options.properties:
             for case in cases(options.ranks, options.model):
-                pipeline = replace(case.pipeline, local_bypass=bypass)
-                case = replace(case, pipeline=pipeline, copies_rows=options.copies_rows)
+                case = replace(case, pipeline=chosen.on(case.pipeline), copies_rows=options.copies_rows)
                 good &= report(job, case.name, check_case(job, case))
         if "bits" in options.properties:
-            good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats, bypass))
+            good &= report(job, f"{options.repeats} calls give the same bits", check_bits(job, options.repeats, chosen))
         if "graph" in options.properties:
-            good &= report(job, "16 captured calls, replayed with other tokens and masks", check_graph(job, 16, 6, bypass))
+            good &= report(job, "16 captured calls, replayed with other tokens and masks", check_graph(job, 16, 6, chosen))
         if "fault" in options.properties:
-            good &= report(job, "a logit that is not a number is reported by every PE", check_fault(job, bypass))
+            good &= report(job, "a logit that is not a number is reported by every PE", check_fault(job, chosen))
         for spec in options.tokens.split(","):
             case = timed_case(spec, options.ranks, options.model, options.group)
             case = replace(case, copies_rows=options.copies_rows, rank_port_gbps=options.rank_port_gbps)
-            case = replace(case, pipeline=replace(case.pipeline, local_bypass=bypass))
+            case = replace(case, pipeline=chosen.on(case.pipeline))
             if "trace" in options.properties:
                 show_trace(job, case, options.output)
             if "time" in options.properties:

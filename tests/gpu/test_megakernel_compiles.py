@@ -39,6 +39,7 @@ class Variant:
 PRODUCTS = [Variant(name, expert_matmul.SOURCE, 168, 0) for name in expert_matmul.KERNELS]
 LAYER = launch_megakernel.SOURCE
 BYPASS = ("INC_LOCAL_BYPASS",)
+CUT_THROUGH = ("INC_CUT_THROUGH",)
 VARIANTS = [
     *PRODUCTS,
     Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL),
@@ -48,6 +49,9 @@ VARIANTS = [
     Variant("megakernel", LAYER, 128, 1536, Model.ALL_TO_ALL, ("INC_DIRECT",)),
     Variant("megakernel", LAYER, 128, 1792, Model.ALL_TO_ALL_PHASED),
     Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, BYPASS),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, CUT_THROUGH),
+    Variant("megakernel", LAYER, 128, 1024, Model.INC_ALL_TO_ALL, (*CUT_THROUGH, *BYPASS)),
+    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL, ("INC_PLANES=2",)),
     Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL_PHASED, BYPASS),
     Variant("megakernel", LAYER, 128, 1280, Model.ALL_TO_ALL, BYPASS),
     Variant("megakernel", LAYER, 128, 2304, Model.ALL_TO_ALL_PHASED, BYPASS),

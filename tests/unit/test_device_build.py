@@ -12,7 +12,8 @@ from inc_runtime import compile_cache
 from inc_runtime.compile_cache import ROOT, Verbs, build
 from inc_runtime.config import OLMOE_1B_7B, CommunicationModel, Pipeline
 from inc_runtime.device.arguments import PLACES, header_text, heap_argument
-from inc_runtime.errors import BuildError
+from inc_runtime.device.heap_options import check_options
+from inc_runtime.errors import BuildError, ConfigurationError
 from inc_runtime.heap_layout import REGIONS, Dims, HeapLayout
 from inc_runtime.protocol import Role, World
 
@@ -31,7 +32,8 @@ KERNELS = {
 }
 """Registers that a thread may use, so that a block of the launch's size fits; a clerk is a warp more."""
 
-BYPASS = ("INC_LOCAL_BYPASS",)
+DEFINES = (("INC_LOCAL_BYPASS",), ("INC_CUT_THROUGH",), ("INC_LOCAL_BYPASS", "INC_CUT_THROUGH"), ("INC_PLANES=2",))
+"""Options of a heap that switches and ranks are compiled with."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,10 @@ def cache_folder(tmp_path_factory):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
-@pytest.mark.parametrize(("source", "defines"), [*((source, ()) for source in KERNELS), (next(iter(KERNELS)), BYPASS)])
+@pytest.mark.parametrize(
+    ("source", "defines"),
+    [*((source, ()) for source in KERNELS), *((next(iter(KERNELS)), defines) for defines in DEFINES)],
+)
 def test_kernels_compile_for_hopper_without_spills(cache_folder, source, defines):
     found = {r.kernel: r for r in build(ROOT / source, Verbs.DIRECT, "sm_90a", defines=defines).resources}
     for kernel, most in KERNELS[source].items():
@@ -53,9 +58,11 @@ def test_kernels_compile_for_hopper_without_spills(cache_folder, source, defines
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
-@pytest.mark.parametrize("defines", [(), BYPASS], ids=["", "local bypass"])
+@pytest.mark.parametrize("defines", [(), *DEFINES], ids=" ".join)
 @pytest.mark.parametrize("model", [model for model in CommunicationModel if "all_to_all" in model.value], ids=lambda m: m.value)
 def test_a_rank_compiles_for_every_model_without_spills(cache_folder, model, defines):
+    if {"INC_CUT_THROUGH", "INC_PLANES=2"} & {*defines} and model is not CommunicationModel.INC_ALL_TO_ALL:
+        pytest.skip("only one model has it")
     built = build(ROOT / "inc_runtime" / "device" / "exchange_kernel.cu", Verbs.DIRECT, "sm_90a", model, defines=defines)
     assert all(r.spill_bytes == 0 and r.stack_bytes == 0 and r.registers <= 128 for r in built.resources)
 
@@ -101,3 +108,19 @@ def test_the_table_of_places_holds_the_offsets_and_strides_of_the_layout():
 def test_the_generated_structures_name_every_field():
     text = header_text()
     assert "struct Heap {" in text and "uint64_t base[40];" in text and "static_assert(sizeof(Heap)" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "world", "words"),
+    [
+        (CommunicationModel.ALL_TO_ALL, {}, World(4, 2, 2), "2 planes, all_to_all"),
+        (CommunicationModel.INC_ALL_TO_ALL, {"local_bypass": True}, World(4, 2, 2), "local_bypass, planes"),
+        (CommunicationModel.INC_ALL_TO_ALL, {"depth": 40}, World(4, 2, 2), "depth = 40: the kernels take 32"),
+    ],
+)
+def test_options_that_the_kernels_do_not_have_are_refused(model, options, world, words):
+    dims = Dims.of(model, world, OLMOE_1B_7B, Pipeline(64, 16, **options))
+    with pytest.raises(ConfigurationError, match=words):
+        check_options(dims, Verbs.DIRECT)
+    with pytest.raises(ConfigurationError, match="the direct verbs alone"):
+        check_options(Dims.of(CommunicationModel.INC_ALL_TO_ALL_PHASED, World(4), OLMOE_1B_7B, Pipeline(64, 16)), Verbs.NVSHMEM)

@@ -50,6 +50,15 @@ def test_one_gpu_holds_all_with_sms_to_spare():
     assert blocks_of(placement, 0) <= SMS - FREE_SMS
 
 
+def test_dual_role_puts_both_switches_of_a_plane_on_one_gpu():
+    placement = place(PlacementKind.DUAL_ROLE, World(4, 2, 2), [SMS] * 6)
+    assert [seat.gpu for seat in placement.seats] == [0, 1, 2, 3, 4, 5, 4, 5]
+    assert [seat.num_blocks for seat in placement.seats] == [SMS] * 4 + [16] * 4
+    assert placement.needs_mps
+    with pytest.raises(ConfigurationError, match="need 6 GPUs, found 5"):
+        place(PlacementKind.DUAL_ROLE, World(4, 2, 2), [SMS] * 5)
+
+
 def test_host_needs_no_gpu():
     placement = place(PlacementKind.HOST, WORLD, [])
     assert placement.gpus == [] and not placement.needs_mps
