@@ -125,7 +125,8 @@ def test_an_emulated_switch_is_slower_than_a_real_one_and_planes_help_it():
     one = run(plan_of(num_ranks=4, network=emulated)).layer_time_us
     dual = run(plan_of(num_ranks=4, network=replace(emulated, planes=2, dual_role=True))).layer_time_us
     dedicated = run(plan_of(num_ranks=4, network=replace(emulated, planes=2))).layer_time_us
-    assert real < dedicated < dual < one
+    # Dual roles share a port, but the plan of a plane then stays on its device.
+    assert real < min(dedicated, dual) and max(dedicated, dual) < one
 
 
 @pytest.mark.parametrize("implementation", [INC, PHASED, PLAIN])
