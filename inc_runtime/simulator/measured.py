@@ -148,8 +148,7 @@ def _cut_beside_the_baseline(tokens: int) -> tuple[int, int, int]:
 
     As `results/megakernel_plug.py` cuts it.
     """
-    size = min(tokens, max(512, min(tokens // 2, 2048)))
-    return size, min(256, size), 4
+    return min(tokens, max(1024, min(tokens // 2, 2048))), 0, 4
 
 
 def scenario_of(row: Row) -> Scenario:
