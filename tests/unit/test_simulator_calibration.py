@@ -104,7 +104,7 @@ def test_rows_of_speed_ups_and_of_plugs_give_the_cut_that_was_measured():
     first, second = (point.scenario for point in layer_points([speed_up, plug]))
     assert (first.pipeline.microbatch_tokens, first.pipeline.edge_tokens, first.depth) == (1024, 256, 4)
     assert first.pipeline.num_microbatches == 11 and first.network.port_gbps == 23
-    assert (second.microbatch_tokens, second.edge_tokens, second.depth, second.network.local_bypass) == (2048, 256, 4, True)
+    assert (second.microbatch_tokens, second.edge_tokens, second.depth, second.network.local_bypass) == (2048, 0, 4, True)
 
 
 def test_make_calibrate_reads_every_kind_of_measured_file():
