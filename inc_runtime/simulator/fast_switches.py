@@ -36,7 +36,7 @@ class InNetworkSwitches(Switches):
 
 
 class Dispatch:
-    """One dispatch switch: collects a microbatch of all ranks, multicasts it, hands the plan to every combine switch."""
+    """One dispatch switch: collects a microbatch of all ranks, multicasts it, hands the plan to the combine switch of its plane."""
 
     def __init__(self, switches: InNetworkSwitches, plane: int) -> None:
         self.switches, self.plane, self.pe = switches, plane, switches.dispatch_pe(plane)
@@ -72,13 +72,13 @@ class Dispatch:
             switches.deliver(self.pe, rank, rows, num_bytes, tail, number, "tokens")
         records = switches.plan.plane_tokens(number)[self.plane] * switches.plan.record_bytes
         plan_bytes = switches.num_ranks * (records + HEADER) + WORD
-        for combine in switches.combine:
-            if switches.plan.real:
-                layer.at(layer.now, lambda c=combine: c.planned(number))  # type: ignore[misc]
-            elif plan_bytes < CONTROL_BYTES:
-                layer.signal(lambda c=combine: c.planned(number))  # type: ignore[misc]
-            else:
-                network.between_emulated(self.pe, combine.pe, plan_bytes, lambda c=combine: c.planned(number))  # type: ignore[misc]
+        combine = switches.combine[self.plane]  # planes of the same number serve the same tokens
+        if switches.plan.real:
+            layer.at(layer.now, lambda: combine.planned(number))
+        elif plan_bytes < CONTROL_BYTES:
+            layer.signal(lambda: combine.planned(number))
+        else:
+            network.between_emulated(self.pe, combine.pe, plan_bytes, lambda: combine.planned(number))
         self.number, self.taken = number + 1, 0
         self._take()
 
@@ -143,11 +143,11 @@ class Combine(Puller):
     def __init__(self, switches: InNetworkSwitches, plane: int) -> None:
         super().__init__(switches, plane)
         self.number, self.taken, self.busy = 0, 0, False
-        self.plans: dict[int, int] = defaultdict(int)
+        self.plans: set[int] = set()
         self.received: list[float] = []
 
     def planned(self, number: int) -> None:
-        self.plans[number] += 1
+        self.plans.add(number)
         self._look(number)
 
     def word(self, number: int, rank: int) -> None:
@@ -155,7 +155,7 @@ class Combine(Puller):
         self._look(number)
 
     def _look(self, number: int) -> None:
-        if number == self.number and self.plans[number] == self.switches.planes and not self.busy:
+        if number == self.number and number in self.plans and not self.busy:
             self.busy = True
             self.switches.layer.at(self.switches.layer.now, self._take)
 

@@ -117,11 +117,12 @@ def test_a_lone_token_takes_the_time_of_its_steps():
 
 
 def test_an_emulated_switch_is_slower_than_a_real_one_and_planes_help_it():
-    real = run(plan_of(num_ranks=4)).layer_time_us
+    work = {"num_ranks": 4, "tokens_per_rank": 160, "microbatch_tokens": 64}
+    real = run(plan_of(**work)).layer_time_us
     emulated = NetworkSpec(SwitchKind.EMULATED, Forwarding.STORE_AND_FORWARD, port_gbps=5.0)
-    one = run(plan_of(num_ranks=4, network=emulated)).layer_time_us
-    dual = run(plan_of(num_ranks=4, network=replace(emulated, planes=2, dual_role=True))).layer_time_us
-    dedicated = run(plan_of(num_ranks=4, network=replace(emulated, planes=2))).layer_time_us
+    one = run(plan_of(**work, network=emulated)).layer_time_us
+    dual = run(plan_of(**work, network=replace(emulated, planes=2, dual_role=True))).layer_time_us
+    dedicated = run(plan_of(**work, network=replace(emulated, planes=2))).layer_time_us
     assert real < dedicated < dual < one
 
 
