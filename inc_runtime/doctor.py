@@ -53,6 +53,7 @@ class Report:
     world: World
     findings: list[Finding]
     placements: list[PlacementPlan]
+    num_gpus: int
 
     @property
     def best(self) -> PlacementPlan | None:
@@ -89,7 +90,7 @@ def examine(world: World | None = None, run: Run = run_command) -> list[Finding]
 def diagnose(world: World, run: Run = run_command) -> Report:
     """Findings and placements for a job of this `world`."""
     machine = look(demo_heap_bytes(world), run)
-    return Report(world, judge(machine, world), plan_placements(machine, world))
+    return Report(world, judge(machine, world), plan_placements(machine, world), len(machine.gpus))
 
 
 def judge(machine: Machine, world: World) -> list[Finding]:

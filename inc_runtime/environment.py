@@ -21,7 +21,7 @@ class Environment:
     `cache_folder` (INC_CACHE_FOLDER): where compiled kernels are kept.
     `vllm` (INC_VLLM): off, or the implementation that runs the MoE layers of vLLM.
     `vllm_unsupported` (INC_VLLM_UNSUPPORTED): refuse (default) or leave, to vLLM, the MoE layers that we cannot run.
-    `vllm_microbatch` (INC_VLLM_MICROBATCH): m_b under vLLM.
+    `vllm_microbatch` (INC_VLLM_MICROBATCH): m_b under vLLM; 0: what was best on the backend.
     `vllm_log_s` (INC_VLLM_LOG_S): seconds between lines of metrics in vLLM's log; 0 writes none.
     `trace_steps` (INC_TRACE_STEPS), `trace_folder` (INC_TRACE_FOLDER): the first N steps with requests leave their verbs there.
     """
@@ -41,7 +41,7 @@ class Environment:
     job_id: str = ""
     vllm: str = "off"
     vllm_unsupported: str = "refuse"
-    vllm_microbatch: int = 256
+    vllm_microbatch: int = 0
     vllm_log_s: float = 10.0
     trace_steps: int = 0
     trace_folder: str = "out/serve"
@@ -64,7 +64,7 @@ class Environment:
             job_id=os.environ.get("INC_JOB_ID", ""),
             vllm=_choice("INC_VLLM", "off", ["off", *(each.value for each in Implementation)]),
             vllm_unsupported=_choice("INC_VLLM_UNSUPPORTED", "refuse", ["refuse", "leave"]),
-            vllm_microbatch=int(_number("INC_VLLM_MICROBATCH", 256)),
+            vllm_microbatch=int(_number("INC_VLLM_MICROBATCH", 0)),
             vllm_log_s=_number("INC_VLLM_LOG_S", 10.0),
             trace_steps=int(_number("INC_TRACE_STEPS", 0)),
             trace_folder=os.environ.get("INC_TRACE_FOLDER", "out/serve"),

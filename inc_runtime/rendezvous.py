@@ -38,12 +38,16 @@ JOB_NOTE = "job"
 
 @dataclass(frozen=True)
 class JobNote:
-    """What rank 0 tells the switches: all that they need to lay out the heap and to serve."""
+    """What rank 0 tells the others: all that they need to lay out the heap and to serve.
+
+    `port`: of the store at which the processes of a job on GPUs meet; None on the host backend.
+    """
 
     shape: LayerShape
     pipeline: Pipeline
     model: CommunicationModel
     world: World
+    port: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The note as JSON values; enums by their values."""
@@ -57,7 +61,7 @@ class JobNote:
         pipeline["sum_order"] = SumOrder(pipeline["sum_order"])
         pipeline["row_format"] = RowFormat(pipeline["row_format"])
         model = CommunicationModel(note["model"])
-        return cls(LayerShape(**shape), Pipeline(**pipeline), model, World(**note["world"]))
+        return cls(LayerShape(**shape), Pipeline(**pipeline), model, World(**note["world"]), note["port"])
 
 
 def _value_of(member: object) -> object:

@@ -139,6 +139,7 @@ class GpuBaseline:
         weights: torch.Tensor | None = None,
         out: torch.Tensor,
         bound_tokens: int | None = None,
+        token_count: torch.Tensor | None = None,
         mark: Mark = lambda stage: None,
     ) -> torch.Tensor:
         """Run the layer on the current stream and fill `out` [N, H]. Collective.
@@ -147,6 +148,8 @@ class GpuBaseline:
         float32: contiguous, on this GPU; unchanged until the stream has passed. `bound_tokens`: the most that any rank brings,
         equal on all. `mark` is called with the name of each stage before it is launched, and with "end".
         """
+        if token_count is not None:
+            raise ConfigurationError("token_count: the Baseline takes the tokens that count alone. Leave the others out.")
         self.raise_on_error()
         bound, a, launch = bound_tokens or self.bound_tokens, self.arguments, self.kernels.launch
         num_tokens = len(hidden_states)

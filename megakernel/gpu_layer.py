@@ -33,6 +33,7 @@ class GpuRunner(Protocol):
         weights: torch.Tensor | None = None,
         out: torch.Tensor,
         bound_tokens: int | None = None,
+        token_count: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def raise_on_error(self) -> None: ...
@@ -99,6 +100,7 @@ class GpuLayer:
         weights: torch.Tensor | None,
         out: torch.Tensor | None,
         bound_tokens: int | None,
+        token_count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `MoELayer.__call__`; all tensors are on the experts' GPU. Runs on the current stream, waits for nothing.
 
@@ -129,5 +131,11 @@ class GpuLayer:
                 check_tensor(name, tensor, self.device, dtypes, (num_tokens, shape.top_k))
             expert_ids, weights = expert_ids.to(torch.int32), weights.detach()
         return self.run(
-            hidden_states.detach(), router_logits, expert_ids=expert_ids, weights=weights, out=out, bound_tokens=bound
+            hidden_states.detach(),
+            router_logits,
+            expert_ids=expert_ids,
+            weights=weights,
+            out=out,
+            bound_tokens=bound,
+            token_count=token_count,
         )

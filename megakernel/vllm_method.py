@@ -61,7 +61,10 @@ def server_facts(config: Any) -> ServerFacts:
         lora=config.lora_config is not None,
         two_batches=bool(getattr(parallel, "enable_dbo", False)),
         worker=parallel.worker_cls,
-        on_cpu=current_platform.is_cpu(),
+        platform=current_platform.device_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        hopper=current_platform.is_cuda() and current_platform.is_device_capability(90),
+        implementation=Environment.read().vllm,
     )
 
 
@@ -94,7 +97,8 @@ def _start_runtime(config: Any) -> RankRuntime:
     global _runtime
     if _runtime is None:
         group = get_ep_group()
-        placement = Placement(group.rank_in_group, group.world_size, group.cpu_group)
+        gpu = torch.cuda.current_device() if current_platform.is_cuda() else None
+        placement = Placement(group.rank_in_group, group.world_size, group.cpu_group, gpu)
         largest = config.scheduler_config.max_num_batched_tokens
         implementation = Implementation(Environment.read().vllm)
         _runtime = RankRuntime(implementation, placement, largest, config.model_config.dtype)

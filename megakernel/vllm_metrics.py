@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,6 +29,7 @@ COUNTERS = {
     "bytes_sent": ("Bytes that the rank sent in the MoE layer, headers and signals included", None),
     "rows": ("Token rows of the rank in the MoE layer: its own tokens, or received for its experts", "kind"),
     "calls": ("Calls of the MoE layer", None),
+    "layer_seconds": ("Time in the MoE layer, waiting for others included", None),
 }
 """Name, help and label of each counter; all have the labels rank and layer."""
 
@@ -103,14 +104,24 @@ class StepMetrics:
         trace.events.clear()
         start = time.perf_counter()
         yield
-        one = LayerTotals()
-        one.add(trace.events, (time.perf_counter() - start) * 1e6, tokens)
-        self.totals[number].merge(one)
+        self._add(number, trace.events, (time.perf_counter() - start) * 1e6, tokens)
         if self._tracing:
             self._events += trace.events
+        trace.events.clear()
+
+    def finished_on_gpu(self, launches: Iterable[tuple[int, float]], tokens: int) -> None:
+        """Layer and microseconds of launches that a GPU has finished; `tokens`: of the last step, nearly theirs."""
+        for number, time_us in launches:
+            if number == 0:
+                self._log_when_due()
+            self._add(number, (), time_us, tokens)
+
+    def _add(self, number: int, events: Sequence[Event], time_us: float, tokens: int) -> None:
+        one = LayerTotals()
+        one.add(events, time_us, tokens)
+        self.totals[number].merge(one)
         if self._prometheus:
             self._count(number, one)
-        trace.events.clear()
 
     def _step_begins(self, tokens: int) -> None:
         if self._tracing:
@@ -120,6 +131,9 @@ class StepMetrics:
                 self._save_trace()
         elif self._steps_left > 0 and tokens:
             self._tracing = True
+        self._log_when_due()
+
+    def _log_when_due(self) -> None:
         if self._log_s and self.totals and time.monotonic() - self._logged >= self._log_s:
             self.log()
 
@@ -155,7 +169,8 @@ class StepMetrics:
         counters["bytes_sent"].labels(*labels).inc(one.bytes_sent)
         counters["rows"].labels(*labels, "tokens").inc(one.tokens)
         counters["rows"].labels(*labels, "expert_rows").inc(one.expert_rows)
-        counters["calls"].labels(*labels).inc()
+        counters["calls"].labels(*labels).inc(one.calls)
+        counters["layer_seconds"].labels(*labels).inc(one.time_us / 1e6)
 
 
 @cache

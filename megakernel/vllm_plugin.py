@@ -23,8 +23,9 @@ def register() -> None:
 
     Environment.read()
     import vllm
+    from vllm.platforms import current_platform
 
-    refusal = version_refusal(vllm.__version__)
+    refusal = version_refusal(vllm.__version__, on_cpu=current_platform.is_cpu())
     if refusal:
         raise ConfigurationError(refusal)
     # vLLM keys compiled graphs by its own configuration, which does not show that the MoE inside is ours.

@@ -2,7 +2,8 @@
 
 Every rank runs every layer in every step, also with no tokens: the switches wait for all. How many microbatches a step has
 follows from its bound, the most tokens that any rank brings, which vLLM's ranks tell each other before each step; without
-that, from the most tokens that vLLM may schedule.
+that, from the most tokens that vLLM may schedule. On GPUs the tokens before the padding are counted in device memory, which a
+step fills before it begins: a captured graph that is replayed reads it, where the host program does not run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +19,38 @@ import torch
 from torch.distributed import ProcessGroup
 
 from inc_runtime.backends.host import HostPe
+from inc_runtime.backends.nvshmem import DeviceHeap
 from inc_runtime.config import Implementation, LayerShape, Pipeline, RowFormat, SumOrder, check
+from inc_runtime.device.exchange import stop_switches
 from inc_runtime.environment import Environment, require_job_id
 from inc_runtime.errors import ConfigurationError
+from inc_runtime.host_group import free_port
 from inc_runtime.protocol import Role, World
-from inc_runtime.rendezvous import JOB_NOTE, Claim, JobNote, note, world_of_switches
+from inc_runtime.rendezvous import JOB_NOTE, Claim, JobNote, await_note, note, world_of_switches
+from inc_runtime.server_job import join_server_heap
 from megakernel.checkpoint import ExpertWeights
 from megakernel.implementations import MODELS_OF
 from megakernel.moe_layer import TORCH_DTYPES, MoELayer
+from megakernel.vllm_events import LayerEvents
 from megakernel.vllm_metrics import StepMetrics
+
+HOST_CUT, GPU_CUT = (256, 3), (1024, 4)
+"""m_b and D on each backend."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this rank stands: its number, W, and the group of all ranks, which only the Baseline uses."""
+    """Where this rank stands: its number, W, its GPU (None: the host backend), and the group of all ranks, for the Baseline."""
 
     rank: int
     num_ranks: int
     group: ProcessGroup | None = None
+    gpu: int | None = None
+
+
+def device_of(placement: Placement) -> torch.device:
+    """Where the tensors of this rank are."""
+    return torch.device("cpu") if placement.gpu is None else torch.device("cuda", placement.gpu)
 
 
 def row_format_of(dtype: torch.dtype) -> RowFormat:
@@ -43,6 +59,13 @@ def row_format_of(dtype: torch.dtype) -> RowFormat:
         if dtype == known:
             return row_format
     raise ConfigurationError(f"the model runs in {dtype}: rows are bfloat16 or float32. Start vLLM with --dtype bfloat16.")
+
+
+def pipeline_of(environment: Environment, placement: Placement, largest_step: int, dtype: torch.dtype) -> Pipeline:
+    """How a step is cut: INC_VLLM_MICROBATCH, or what was best on each backend; sums in the order of the ranks."""
+    microbatch, depth = HOST_CUT if placement.gpu is None else GPU_CUT
+    size = min(environment.vllm_microbatch or microbatch, largest_step)
+    return Pipeline(largest_step, size, depth, sum_order=SumOrder.RANK, row_format=row_format_of(dtype))
 
 
 def step_bound(tokens_of_ranks: Sequence[int] | None, largest: int) -> int:
@@ -95,13 +118,14 @@ class RankRuntime:
     def __init__(self, implementation: Implementation, placement: Placement, largest_step: int, dtype: torch.dtype) -> None:
         self.environment = Environment.read()
         self.implementation, self.placement = implementation, placement
-        size = min(self.environment.vllm_microbatch, largest_step)
-        self.pipeline = Pipeline(largest_step, size, sum_order=SumOrder.RANK, row_format=row_format_of(dtype))
+        self.pipeline = pipeline_of(self.environment, placement, largest_step, dtype)
         self.layers: dict[int, MoELayer] = {}
         self.shapes: list[LayerShape] = []
         self.called: set[int] = set()
         self.metrics = StepMetrics(placement.rank, World(placement.num_ranks), self.environment)
-        self._pe: HostPe | None = None
+        self.token_count: torch.Tensor | None = None  # int32 [1] on the GPU: tokens of this step, without padding
+        self._tokens, self._events = 0, LayerEvents()
+        self._heap: HostPe | DeviceHeap | None = None
         self._claim: Claim | None = None
 
     def add_layer(self, shape: LayerShape) -> int:
@@ -123,21 +147,30 @@ class RankRuntime:
         return len(self.shapes) - 1
 
     def _join(self, shape: LayerShape) -> None:
-        environment, rank = self.environment, self.placement.rank
+        environment, placement = self.environment, self.placement
         require_job_id(environment)
-        self._claim = Claim(environment, f"{Role.COMPUTE_RANK.value}-{rank}")
-        world = self.metrics.world = world_of_switches(environment, self.placement.num_ranks)
-        job = JobNote(shape, self.pipeline, MODELS_OF[self.implementation][0], world)
-        if rank == 0:
-            with note(environment, JOB_NOTE, job.to_json()):
-                self._pe = self._join_heap(job, world)
+        self._claim = Claim(environment, f"{Role.COMPUTE_RANK.value}-{placement.rank}")
+        world = self.metrics.world = self._world()
+        if placement.rank == 0:
+            port = None if placement.gpu is None else free_port()
+            job = JobNote(shape, self.pipeline, MODELS_OF[self.implementation][0], world, port)
+        elif placement.gpu is None:
+            job = JobNote(shape, self.pipeline, MODELS_OF[self.implementation][0], world)
         else:
-            self._pe = self._join_heap(job, world)
+            job = JobNote.from_json(await_note(environment, JOB_NOTE, "Look at what rank 0 printed."))
+        with note(environment, JOB_NOTE, job.to_json()) if placement.rank == 0 else nullcontext():
+            self._heap = self._join_host(job, world) if placement.gpu is None else self._join_gpu(job)
         # A worker of vLLM leaves by the exit functions of multiprocessing, or of the interpreter.
         multiprocessing.util.Finalize(self, self.close, exitpriority=100)
         atexit.register(self.close)
 
-    def _join_heap(self, job: JobNote, world: World) -> HostPe:
+    def _world(self) -> World:
+        """The switches that were started for this job. On GPUs the plain all-to-all needs none."""
+        if self.placement.gpu is not None and self.implementation is Implementation.MEGAKERNEL:
+            return World(self.placement.num_ranks, 0, 0)
+        return world_of_switches(self.environment, self.placement.num_ranks)
+
+    def _join_host(self, job: JobNote, world: World) -> HostPe:
         return HostPe.join(
             job.shape,
             job.pipeline,
@@ -149,33 +182,61 @@ class RankRuntime:
             traced=True,
         )
 
+    def _join_gpu(self, job: JobNote) -> DeviceHeap:
+        heap, gpu = join_server_heap(job, self.placement.rank), self.placement.gpu
+        if heap.job.seat.gpu != gpu:
+            raise ConfigurationError(
+                f"rank {self.placement.rank} runs on GPU {gpu}, but its place is GPU {heap.job.seat.gpu}. Let all ranks see "
+                "all GPUs, in one order: unset CUDA_VISIBLE_DEVICES, or set it to the same list for all of them."
+            )
+        self.token_count = torch.zeros(1, dtype=torch.int32, device=device_of(self.placement))
+        return heap
+
     def load(self, number: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         """Take the weights of this rank's experts: `gate_up` [num_local, 2*I, H], gate rows first, `down` [num_local, H, I]."""
         shape = self.shapes[number]
         own = shape.experts_of_rank(self.placement.rank, self.placement.num_ranks)
         weights = ExpertWeights(own, gate_up.detach(), down.detach())
-        backend = self._pe or self.placement.group
+        backend = self._heap or self.placement.group
         self.layers[number] = MoELayer(shape, self.pipeline, self.implementation, backend, weights, layer=number)
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Say how many tokens this rank brings to the step that begins, without padding: 0 for a dummy batch.
+
+        Raises what the kernels of an earlier step have reported.
+        """
+        if self.token_count is not None:
+            for layer in self.layers.values():
+                layer.raise_on_error()
+            self.metrics.finished_on_gpu(self._events.finished(), self._tokens)
+            self._tokens = num_tokens
+            self.token_count.fill_(num_tokens)
 
     def run(
         self, number: int, hidden_states: torch.Tensor, router_logits: torch.Tensor, num_real: int, bound: int
     ) -> torch.Tensor:
         """One layer of one step: [N, H] to [N, H]. The rows from `num_real` on are padding: they go nowhere and return 0.
 
-        Raises: everything that `MoELayer` raises.
+        On a GPU `num_real` is what `begin_step` was told. Raises: everything that `MoELayer` raises.
         """
         layer = self.layers[number]
         self.called.add(number)
         output = torch.zeros_like(hidden_states, memory_format=torch.contiguous_format)
+        if self.token_count is not None:
+            rows, logits = hidden_states.contiguous(), router_logits.contiguous()
+            with self._events.around(number) if self.environment.vllm_log_s else nullcontext():
+                return layer(rows, logits, out=output, bound_tokens=bound, token_count=self.token_count)
         with self.metrics.layer(number, layer.trace, num_real):
             layer(hidden_states[:num_real].contiguous(), router_logits[:num_real], out=output[:num_real], bound_tokens=bound)
         return output
 
     def close(self) -> None:
         """Leave the job: the switches end once every rank has left."""
-        if self._pe is not None:
-            self._pe.close()
-            self._pe = None
+        heap, self._heap = self._heap, None
+        if isinstance(heap, HostPe):
+            heap.close()
+        elif heap is not None:
+            stop_switches(heap)  # the rest goes with the process: to finalise would wait for ranks that may be gone
         if self._claim is not None:
             self._claim.release()
             self._claim = None

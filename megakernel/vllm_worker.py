@@ -56,10 +56,24 @@ class IncWorker(PlatformWorker):
 
     def execute_model(self, *args: Any, **options: Any) -> Any:
         """Run one step; the first one with tokens must have called each of our layers."""
+        self._begin_step(args[0] if args else options.get("scheduler_output"))
         result = super().execute_model(*args, **options)
         if not self._seen_a_step:
             self._check_calls(args, options)
         return result
+
+    def execute_dummy_batch(self) -> None:
+        """Take part in a step of the others."""
+        self._begin_step(None)
+        super().execute_dummy_batch()
+
+    def _begin_step(self, step: Any) -> None:
+        if ON:
+            from megakernel.vllm_method import runtime
+
+            rank = runtime()
+            if rank is not None:
+                rank.begin_step(getattr(step, "total_num_scheduled_tokens", 0))
 
     def _check_calls(self, args: tuple, options: dict) -> None:
         from megakernel.vllm_method import runtime

@@ -14,6 +14,7 @@ own. `python -m results.measure_speed_ups --redraw FILE` draws the table and the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import itertools
@@ -167,40 +168,58 @@ def make_layer(bench: Bench, point: Point, heap: DeviceHeap) -> GpuBaseline | Me
     return GpuBaseline(SHAPE, RelayedExchange(heap, SHAPE), block_sizes(SHAPE, point.num_tokens), kernels, bench.own)
 
 
-def measure(bench: Bench, point: Point) -> None:
-    """Check and time one point on all PEs. Raises AssertionError where a rank's result is wrong."""
+def fits(bench: Bench, layer: object) -> bool:
+    """Whether every rank has made its layer. Collective, and behind it every switch has built and started its kernel."""
+    return all(bench.job.gather(not bench.is_rank or layer is not None))
+
+
+def measure(bench: Bench, point: Point) -> bool:
+    """Check and time one point on all PEs; False where a rank's memory does not hold it. Raises AssertionError: wrong results."""
     job, heap = bench.job, DeviceHeap(bench.job, point.layout(bench.job.world), poison=True)
     heap.pace_ports(bench.options.rank_port_gbps)
-    error, times, pair_times, switch = 0.0, [], [], None
+    error, times, pair_times = 0.0, [], []
+    layer = switch = None
     if bench.is_rank:
-        hidden, logits, out = inputs(bench, point.num_tokens)
-        layer = make_layer(bench, point, heap)
-        error = error_of(bench, lambda: layer(hidden, logits, out=out), hidden, logits, out)
-        job.barrier()
-        times = times_of(captured(lambda: layer(hidden, logits, out=out)))
-        layer.raise_on_error()
-        job.barrier()
-        if isinstance(layer, GpuBaseline):
-            pair_times = times_of(grouped_mm_pair(layer))
-        heap.check()
-        stop_switches(heap)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            hidden, logits, out = inputs(bench, point.num_tokens)
+            layer = make_layer(bench, point, heap)
     else:
         switch = RunningSwitch(heap, SumOrder.ARRIVAL)
-        job.barrier()
-        job.barrier()
+    if runs := fits(bench, layer):
+        if layer is not None:
+            error = error_of(bench, lambda: layer(hidden, logits, out=out), hidden, logits, out)
+            job.barrier()
+            times = times_of(captured(lambda: layer(hidden, logits, out=out)))
+            layer.raise_on_error()
+            job.barrier()
+            if isinstance(layer, GpuBaseline):
+                pair_times = times_of(grouped_mm_pair(layer))
+            heap.check()
+        else:
+            job.barrier()
+            job.barrier()
+    if switch is None:
+        stop_switches(heap)
+    else:
         switch.wait(limit_s=LIMIT_S)
-    worst = max(job.gather(error))
-    if not worst <= bf16_bound(point.num_tokens, SHAPE, sum_roundings=BASELINE_SUM_ROUNDINGS):
-        raise AssertionError(f"{point.key}: relative error {worst:.2e}")
-    for name, own in ((None, times), (GROUPED_MM, pair_times)):
-        everyone = [seen for seen in job.gather(own) if seen]
-        if everyone:
-            bench.add(point, "layer_time", statistics.median(map(max, zip(*everyone, strict=True))), "us", name)
-    bench.add(point, "relative_error", worst, "1")
+    if runs:
+        note(bench, point, max(job.gather(error)), times, pair_times)
     job.barrier()
     heap.close()
     heap.layer_memory.clear()
     torch.cuda.empty_cache()
+    return runs
+
+
+def note(bench: Bench, point: Point, error: float, times: list[float], pair_times: list[float]) -> None:
+    """Add the rows of one point: the median over the calls of the longest of any rank. Collective."""
+    if not error <= bf16_bound(point.num_tokens, SHAPE, sum_roundings=BASELINE_SUM_ROUNDINGS):
+        raise AssertionError(f"{point.key}: relative error {error:.2e}")
+    for name, own in ((None, times), (GROUPED_MM, pair_times)):
+        everyone = [seen for seen in bench.job.gather(own) if seen]
+        if everyone:
+            bench.add(point, "layer_time", statistics.median(map(max, zip(*everyone, strict=True))), "us", name)
+    bench.add(point, "relative_error", error, "1")
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
@@ -228,7 +247,7 @@ def run(options: argparse.Namespace) -> None:
     ports = f"_ports_{options.rank_port_gbps:g}" if options.rank_port_gbps else ""
     kind = options.placement.value if options.placement else "any"
     bypass = "_bypass" * options.local_bypass
-    path = options.output or FOLDER / "data" / f"speed_ups_{kind}{ports}{bypass}_{options.commit}.csv"
+    path = options.output or FOLDER / "data" / f"speed_ups_{kind}_{options.commit}{ports}{bypass}.csv"
     slab = max(point.layout(world).heap_bytes for point in wanted)
     with NvshmemJob.join(world, slab, options.placement) as job:
         bench = Bench(job, options, path)
@@ -238,7 +257,10 @@ def run(options: argparse.Namespace) -> None:
                 continue
             if bench.out_of_time():
                 break
-            measure(bench, point)
+            if not measure(bench, point):
+                if job.pe == 0:
+                    print(f"[{number}/{len(wanted)}] {' '.join(point.key)}: not run, too large for the GPU's memory", flush=True)
+                continue
             if job.pe == 0:
                 took = float(str(next(r for r in reversed(bench.rows) if r["metric"] == "layer_time")["value"]))
                 since = time.monotonic() - bench.started

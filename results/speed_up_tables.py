@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -107,8 +108,9 @@ def figure(path: Path, target: Path) -> None:
     axis.grid(alpha=0.25)
     axis.set(xlabel="tokens per rank", ylabel="milliseconds, slowest rank", title="One MoE layer of OLMoE, measured_gpu")
     axis.legend(fontsize=8)
-    drawn.text(0.5, 0.005, next(c for c in comments if c.startswith("device"))[:150], ha="center", fontsize=6, color="#555555")
-    drawn.tight_layout(rect=(0, 0.03, 1, 1))
+    origin = textwrap.fill(next(c for c in comments if c.startswith("device")), 130)
+    drawn.text(0.5, 0.005, origin, ha="center", fontsize=6, color="#555555")
+    drawn.tight_layout(rect=(0, 0.05, 1, 1))
     drawn.savefig(target, dpi=140)
     plt.close(drawn)
 

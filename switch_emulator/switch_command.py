@@ -15,6 +15,8 @@ from inc_runtime.environment import Environment, require_job_id
 from inc_runtime.errors import ConfigurationError
 from inc_runtime.protocol import Role, World
 from inc_runtime.rendezvous import JOB_NOTE, POLL_S, Claim, JobNote, note, read_note, switch_name
+from inc_runtime.server_job import join_server_heap
+from switch_emulator.launch_switch import RunningSwitch
 from switch_emulator.run_switch import run_switch
 
 HELP = """\
@@ -66,10 +68,15 @@ def run(options: argparse.Namespace) -> int:
                 f"{name} was started for {world}, the server of job {environment.job_id!r} has {job.world}. "
                 "Start it with the server's numbers of ranks and switches."
             )
-        pe = _join(job, role, options.plane)
-    say(name, f"ready: {job.model.value}, {world.num_ranks} ranks, heap of {pe.layout.heap_bytes:,} bytes")
-    with pe:
-        run_switch(pe)
+        at = world.dispatch_switch if role is Role.DISPATCH_SWITCH else world.combine_switch
+        pe = at(options.plane)
+        heap = _join_host(job, pe) if job.port is None else join_server_heap(job, pe)
+    say(name, f"ready: {job.model.value}, {world.num_ranks} ranks, heap of {heap.layout.heap_bytes:,} bytes")
+    if isinstance(heap, HostPe):
+        with heap:
+            run_switch(heap)
+    else:
+        RunningSwitch(heap, job.pipeline.sum_order).wait()
     claim.release()
     say(name, "ends: the server has left")
     return 0
@@ -82,9 +89,8 @@ def wait_for_job(environment: Environment) -> JobNote:
     return JobNote.from_json(content)
 
 
-def _join(job: JobNote, role: Role, plane: int) -> HostPe:
+def _join_host(job: JobNote, pe: int) -> HostPe:
     world = job.world
-    pe = world.dispatch_switch(plane) if role is Role.DISPATCH_SWITCH else world.combine_switch(plane)
     return HostPe.join(
         job.shape,
         job.pipeline,

@@ -4,13 +4,12 @@
 CUDA twins of the role programs. They never trap: a wait that expires leaves a record in pinned host memory and raises the abort
 word, and `check` turns the record into the exception that the host backend raises.
 
-The unique id travels over a gloo group. NVSHMEM's `init` returns even when its GPU side failed, so the status is checked. Its
+The unique id travels over a `HostGroup`. NVSHMEM's `init` returns even when its GPU side failed, so the status is checked. Its
 calls hold the interpreter lock, so the watchdog is faulthandler's own thread.
 """
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
 import os
 import sys
@@ -29,6 +28,7 @@ from inc_runtime.device.heap_options import check_options, heap_defines
 from inc_runtime.environment import Environment
 from inc_runtime.errors import Aborted, ArrivalTimeout, ConfigurationError, HeapTooLarge, PlacementError, WaitRecord
 from inc_runtime.heap_layout import BF16, ERROR_BYTES, STARTS_AT_ZERO, HeapLayout, Kind
+from inc_runtime.host_group import HostGroup, LauncherGroup
 from inc_runtime.mps import require_daemon
 from inc_runtime.placement import Placement, PlacementKind, choose, place
 from inc_runtime.protocol import Role, World, magic_of
@@ -64,19 +64,17 @@ class NvshmemJob:
     `bases`: this process's addresses of the slabs of all PEs.
     """
 
-    def __init__(self, world: World, placement: Placement, slab_bytes: int, environment: Environment) -> None:
-        import torch.distributed as distributed
-
+    def __init__(
+        self, world: World, placement: Placement, slab_bytes: int, environment: Environment, pe: int, group: HostGroup | None
+    ) -> None:
         self.world, self.placement, self.environment = world, placement, environment
-        self.pe, self.slab_bytes = environment.rank, slab_bytes
+        self.pe, self.slab_bytes = pe, slab_bytes
         self.seat = placement.seats[self.pe]
         self.name = world.name_of(self.pe)
         for name, value in ONE_HOST.items():
             os.environ.setdefault(name, value)
         os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(slab_bytes + NVSHMEM_OVERHEAD_BYTES)
-        limit = datetime.timedelta(seconds=environment.start_limit_s)
-        distributed.init_process_group("gloo", timeout=limit)
-        self._distributed = distributed
+        self.group: HostGroup = group or LauncherGroup(environment.start_limit_s)
         assert self.seat.gpu is not None
         self.gpu = Gpu(self.seat.gpu)
         self._refuse_if_too_large()
@@ -91,13 +89,21 @@ class NvshmemJob:
         faulthandler.cancel_dump_traceback_later()
 
     @classmethod
-    def join(cls, world: World, slab_bytes: int, kind: PlacementKind | None = None) -> NvshmemJob:
-        """Join the torchrun job of this process. Collective: every process calls it with equal arguments.
+    def join(
+        cls,
+        world: World,
+        slab_bytes: int,
+        kind: PlacementKind | None = None,
+        *,
+        pe: int | None = None,
+        group: HostGroup | None = None,
+    ) -> NvshmemJob:
+        """Join the torchrun job of this process or, with `group`, be `pe` of that group. Collective, with equal arguments.
 
-        Raises: ConfigurationError for a world or a placement that cannot work; PlacementError; HeapTooLarge.
+        Raises: ConfigurationError for a world or a placement that cannot work; PlacementError; HeapTooLarge; PeerMissing.
         """
         environment = Environment.read()
-        if environment.world_size != world.num_pes:
+        if group is None and environment.world_size != world.num_pes:
             raise ConfigurationError(
                 f"WORLD_SIZE = {environment.world_size}: {world} needs {world.num_pes} processes. "
                 f"Start them with: torchrun --nproc-per-node {world.num_pes} ..."
@@ -110,7 +116,7 @@ class NvshmemJob:
             raise ConfigurationError("no GPU was found. Use the host backend.")
         if placement.needs_mps:
             require_daemon()
-        return cls(world, placement, slab_bytes, environment)
+        return cls(world, placement, slab_bytes, environment, environment.rank if pe is None else pe, group)
 
     def _refuse_if_too_large(self) -> None:
         mates = len(self.placement.on_gpu(self.seat.gpu))  # type: ignore[arg-type]
@@ -136,9 +142,8 @@ class NvshmemJob:
         unique_id = bindings.uniqueid()
         if self.pe == 0:
             bindings.get_uniqueid(unique_id.ptr)
-        holder = [bytes(unique_id._data.view(np.int8).tobytes())]
-        self._distributed.broadcast_object_list(holder, src=0)
-        unique_id._data.view(np.int8)[...] = np.frombuffer(holder[0], np.int8)
+        first, *_ = self.group.gather(bytes(unique_id._data.view(np.int8).tobytes()))
+        unique_id._data.view(np.int8)[...] = np.frombuffer(first, np.int8)
         attributes = bindings.InitAttr()
         bindings.set_attr_uniqueid_args(self.pe, self.world.num_pes, unique_id.ptr, attributes.ptr)
         bindings.hostlib_init_attr(bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
@@ -176,13 +181,11 @@ class NvshmemJob:
 
     def barrier(self) -> None:
         """Return once every process has called it. On the host: no kernel is needed, so persistent kernels may run."""
-        self._distributed.barrier()
+        self.group.barrier()
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every process, in PE order. Collective."""
-        values: list[Any] = [None] * self.world.num_pes
-        self._distributed.all_gather_object(values, value)
-        return values
+        return self.group.gather(value)
 
     def leave(self) -> None:
         """Free the slab and finalise. Collective; ends the process with a traceback if it takes longer than the start limit."""
@@ -190,7 +193,7 @@ class NvshmemJob:
         self.barrier()
         self._bindings.free(self.slab)
         self._bindings.hostlib_finalize()
-        self._distributed.destroy_process_group()
+        self.group.close()
         faulthandler.cancel_dump_traceback_later()
 
     def __enter__(self) -> NvshmemJob:

@@ -20,11 +20,6 @@ __device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address) : "memory");
 }
 
-// Starts to bring `num_bytes`, a multiple of 16, into L2.
-__device__ __forceinline__ void prefetch_to_l2(const void* source, uint32_t num_bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(num_bytes) : "memory");
-}
-
 struct RowGatherer {
   static constexpr int WARPS = 2;
   static constexpr int ARRIVALS = WARPS * 32;  // per K block of any tile on filled[stage]
@@ -55,10 +50,6 @@ struct RowGatherer {
       source[i] = uint32_t(pointer<int32_t>(arguments.row_to_token)[row]) * pieces_per_row + piece;
     }
     const uint4* pieces = pointer<uint4>(arguments.token_rows);
-    if (tile.column_tile == 0)  // the rows come from HBM once; the blocks at the other columns of these rows find them in L2
-      for (int row = threadIdx.x % 64; row < tile.num_rows; row += 64)
-        prefetch_to_l2(pieces + uint64_t(pointer<int32_t>(arguments.row_to_token)[tile.first_row + row]) * pieces_per_row,
-                       pieces_per_row * 16);
     wait.until(WaitTag::INPUT_ROWS, tile.row_tile, [&] { return MatmulGateUp::rows_ready(arguments, tile); });
     const int num_k = MatmulGateUp::num_k_blocks(arguments);
     const bool second_half = tile.num_rows > HALF_ROWS;

@@ -112,15 +112,6 @@ __device__ __forceinline__ void load_column_boxes(SharedStorage& shared, const C
   load_box(target + COLUMN_BOX_BYTES, map, second, k * K_BLOCK, &shared.filled[stage]);
 }
 
-// Brings K blocks of the same boxes into L2, those that the stages do not hold at once. A full warp. Weights come from HBM once
-// per microbatch, and four stages are too few to hide that way when all SMs take it.
-__device__ __forceinline__ void prefetch_column_boxes(const CUtensorMap& map, int first, int second, int num_k_blocks) {
-  for (int k = NUM_STAGES + threadIdx.x % 32; k < num_k_blocks; k += 32) {
-    prefetch_box(map, first, k * K_BLOCK);
-    prefetch_box(map, second, k * K_BLOCK);
-  }
-}
-
 __device__ __forceinline__ uint32_t row_bytes_of_stage(const Tile& tile) {
   return tile.num_rows > HALF_ROWS ? 2 * ROW_BOX_BYTES : ROW_BOX_BYTES;
 }

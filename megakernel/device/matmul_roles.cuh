@@ -38,7 +38,6 @@ struct MatmulRoles {
     bool ready = !LOADS_ROWS;
     int next_rows = LOADS_ROWS ? 0 : num_k;
     int ticket = 0;
-    if (tile.leads) Stage::prefetch_columns(arguments, tile);
 #pragma unroll 1
     for (int k = 0; k < num_k; ++k, ++position.number) {
       const uint32_t stage = position.slot();

@@ -34,11 +34,6 @@ __device__ __forceinline__ void load_box(void* target, const CUtensorMap& map, i
   ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, target, &map, coordinates, barrier);
 }
 
-// Starts to bring the box at (row, column) into L2. libcu++ has no wrapper.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int row, int column) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(column), "r"(row) : "memory");
-}
-
 // Writes the box at `source` to (row, column); the caller's thread commits and waits. Whoever filled `source` has
 // executed fence_proxy_async before it told this thread.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, int row, int column, const void* source) {

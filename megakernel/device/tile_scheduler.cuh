@@ -28,7 +28,6 @@ struct Tile {
   int first_row;    // in the grouped rows
   int num_rows;     // 1..128: rows of this tile that belong to the expert; 0: no tile
   uint64_t magic;   // of its microbatch
-  bool leads;       // the first to use its weights: it brings them into L2 for the tiles of the other rows
 };
 
 // Lives in shared memory; written by one warp, then constant.
@@ -116,7 +115,6 @@ struct TileFinder {
     tile.first_row = expert_row_offset[expert] + row_tile * TILE_ROWS;
     tile.num_rows = min(TILE_ROWS, expert_row_count[expert] - row_tile * TILE_ROWS);
     tile.magic = magic;
-    tile.leads = in_group == tile.column_tile * group_size;
     return tile;
   }
 };

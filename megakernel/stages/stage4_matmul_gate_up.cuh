@@ -45,10 +45,6 @@ struct MatmulGateUp {
     const int gate = first_column(arguments, tile);
     load_column_boxes(shared, arguments.gate_up_weights, gate, gate + arguments.intermediate, k, stage);
   }
-  static __device__ __forceinline__ void prefetch_columns(const ExpertMatmulArguments& arguments, const Tile& tile) {
-    const int gate = first_column(arguments, tile);
-    prefetch_column_boxes(arguments.gate_up_weights, gate, gate + arguments.intermediate, num_k_blocks(arguments));
-  }
 
   // Matrix warpgroup: columns 0..127 of `result` are gate, 128..255 (accumulators 64..127) up.
   static __device__ __forceinline__ void epilogue(const ExpertMatmulArguments&, const float (&result)[ACCUMULATORS],

@@ -45,10 +45,6 @@ struct MatmulDown {
     const int first = first_column(arguments, tile);
     load_column_boxes(shared, arguments.down_weights, first, first + BOX_WEIGHT_ROWS, k, stage);
   }
-  static __device__ __forceinline__ void prefetch_columns(const ExpertMatmulArguments& arguments, const Tile& tile) {
-    const int first = first_column(arguments, tile);
-    prefetch_column_boxes(arguments.down_weights, first, first + BOX_WEIGHT_ROWS, num_k_blocks(arguments));
-  }
 
   // Matrix warpgroup. Rows of a half beyond the expert's are staged with weight 1 and not stored.
   static __device__ __forceinline__ void epilogue(const ExpertMatmulArguments& arguments,

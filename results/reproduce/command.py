@@ -37,7 +37,7 @@ CALIBRATED_BY = ("machine_figures", "expert_matmul", "collectives", "moe_layer")
 def examine() -> tuple[Machine, Report]:
     """The machine, and what the doctor says of it for four ranks and two switches."""
     machine = look(demo_heap_bytes(WORLD))
-    return machine, Report(WORLD, judge(machine, WORLD), plan_placements(machine, WORLD))
+    return machine, Report(WORLD, judge(machine, WORLD), plan_placements(machine, WORLD), len(machine.gpus))
 
 
 def measured_files(places: Places) -> list[Path]:

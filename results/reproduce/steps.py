@@ -32,12 +32,15 @@ class Need(Enum):
     SCALE_MODEL = PlacementKind.SCALE_MODEL.value
     GPU = "a GPU and nvcc"
     TWO_GPUS = "two GPUs and nvcc"
+    FOUR_GPUS = "four GPUs and nvcc"
+    NATIVE = PlacementKind.NATIVE.value
 
 
 DECIDED_BY = {
     Need.HOST: ("memory", "model packages"),
     Need.GPU: ("GPUs", "torch", "kernel loader", "nvcc"),
     Need.TWO_GPUS: ("GPUs", "NVLink", "torch", "kernel loader", "nvcc"),
+    Need.FOUR_GPUS: ("GPUs", "NVLink", "torch", "kernel loader", "nvcc"),
 }
 """Findings of the doctor that decide a need, beside its plan for the placement of that name."""
 
@@ -45,7 +48,8 @@ MENDED_BY = {
     Need.HOST: ("processor", "memory", "shared memory", "torch", "gloo", "model packages"),
     Need.ONE_GPU: DEVICE_FINDINGS,
     Need.SCALE_MODEL: DEVICE_FINDINGS,
-    **{need: DECIDED_BY[need] for need in (Need.GPU, Need.TWO_GPUS)},
+    Need.NATIVE: DEVICE_FINDINGS,
+    **{need: DECIDED_BY[need] for need in (Need.GPU, Need.TWO_GPUS, Need.FOUR_GPUS)},
 }
 """Findings that say what to do where a need is not met."""
 
@@ -87,6 +91,8 @@ def missing(need: Need, report: Report, has_data: bool) -> Missing | None:
         slow_link = finding.name == "NVLink" and finding.status is Status.LIMITED
         if finding.name in DECIDED_BY.get(need, ()) and not slow_link:
             reasons.append(f"{finding.name}: {finding.seen}. {finding.meaning}")
+    if need is Need.FOUR_GPUS and report.num_gpus < 4:
+        reasons.append(f"GPUs: {report.num_gpus} of 4.")
     if not reasons:
         return None
     if no_gpu := [reason for reason in reasons if reason.startswith("GPUs: ")]:
@@ -107,14 +113,14 @@ def _simulated(question: str, seconds: float) -> Step:
     )
 
 
-def _speed_ups(part: str, port_gbps: float) -> Step:
+def _speed_ups(need: Need, part: str, port_gbps: float) -> Step:
     """The five implementations side by side. `port_gbps`: a bound of each rank's port; 0 for none."""
-    file = f"speed_ups_scale_model_{COMMIT}{part}.csv"
-    measure = f"{SIX_PES} -m results.measure_speed_ups --placement scale_model --rank-port-gbps {port_gbps:g}"
+    file = f"speed_ups_{need.value}_{COMMIT}{part}.csv"
+    measure = f"{SIX_PES} -m results.measure_speed_ups --placement {need.value} --rank-port-gbps {port_gbps:g} {CUTS}"
     return Step(
-        f"speed_ups{part}",
+        f"speed_ups_{need.value}{part}",
         f"time of the MoE layer in prefill, five implementations{f', ports of {port_gbps:g} GB/s' if port_gbps else ''}",
-        Need.SCALE_MODEL,
+        need,
         900,
         (f"{measure} --commit {COMMIT} --output {FOLDER}/{file}",),
         (file, file.replace(".csv", ".md"), file.replace(".csv", ".png")),
@@ -151,25 +157,29 @@ def _collectives(need: Need, options: str, seconds: float) -> Step:
     )
 
 
-def _native_layer(part: str, options: str, seconds: float) -> Step:
-    """The Baseline with one rank per GPU, and what is plugged in beside it, in one run."""
+def _native_layer(part: str, options: str, seconds: float, need: Need = Need.TWO_GPUS) -> Step:
+    """The Baseline with one rank per GPU, and what is plugged in beside it, in one run; every process has a GPU."""
     file = f"moe_layer_native_{COMMIT}{f'_{part}' if part else ''}.csv"
-    measure = f"{TORCHRUN} --nproc-per-node 2 -m results.measure_moe_layer --commit {COMMIT}"
+    processes = 4 if need is Need.FOUR_GPUS else 2
+    measure = f"{TORCHRUN} --nproc-per-node {processes} -m results.measure_moe_layer --commit {COMMIT}"
     return Step(
         f"layer_native{f'_{part}' if part else ''}",
         f"the layer with a rank per GPU: Baseline, its products alone{', MegaKernel' if part else ', its stages'}",
-        Need.TWO_GPUS,
+        need,
         seconds,
         (f"{measure} --output {FOLDER}/{file} {options}",),
         (file, file.replace(".csv", ".png"), file.replace(".csv", ".md")),
     )
 
 
+CUTS = "--microbatches 512 1024 2048 --edges 0 1024"
 PORT_GBPS = 92.5
 """A rank's share at W = 4 of a plain copy between two H200: 370 GB/s in results/data/collectives_scale_model_d453b1b.csv."""
 
 COLLECTIVES_SWEEP = f"--microbatch-tokens 64 1024 4096 --ranks-per-phase 1 4 --rank-port-gbps 0 {PORT_GBPS:g}"
-MEGAKERNEL_PLUG = "--plug megakernel=results.megakernel_plug:plain --stages --tokens 1024 2048 4096 8192 16384"
+SIZES = "--stages --tokens 1024 2048 4096 8192 16384"
+MEGAKERNEL_PLUG = f"--plug megakernel=results.megakernel_plug:plain_bypass {SIZES}"
+INC_PLUG = f"--ranks 2 --plug megakernel_inc=results.megakernel_plug:inc {SIZES}"
 FUSED_MODELS = (
     CommunicationModel.INC_ALL_TO_ALL,
     CommunicationModel.ALL_TO_ALL,
@@ -197,11 +207,15 @@ STEPS: tuple[Step, ...] = (
     ),
     _collectives(Need.SCALE_MODEL, COLLECTIVES_SWEEP, 300),
     _collectives(Need.ONE_GPU, "--microbatch-tokens 64 1024", 120),
-    _speed_ups("", 0),
-    _speed_ups("_paced", PORT_GBPS),
+    _collectives(Need.NATIVE, COLLECTIVES_SWEEP, 300),
+    *(_speed_ups(need, "", 0) for need in (Need.SCALE_MODEL, Need.NATIVE)),
+    _speed_ups(Need.SCALE_MODEL, "_paced", PORT_GBPS),
+    _speed_ups(Need.SCALE_MODEL, "_slow", PORT_GBPS / 4),
     *(_timeline(model) for model in FUSED_MODELS),
     _native_layer("", "", 240),
     _native_layer("megakernel", MEGAKERNEL_PLUG, 120),
+    _native_layer("four_ranks", MEGAKERNEL_PLUG, 120, Need.FOUR_GPUS),
+    _native_layer("two_and_two", INC_PLUG, 120, Need.FOUR_GPUS),
     _simulated("speed_up_against_ranks", 180),
     _simulated("speed_up_against_link", 30),
     _simulated("price_of_phases", 10),
@@ -220,9 +234,9 @@ STEPS: tuple[Step, ...] = (
 )
 
 NO_STEP = (
-    ("whole model in prefill, decode and both", "the fused layer does not run inside a served model on GPUs yet"),
+    ("whole model in prefill, decode and both", "vLLM serves the fused layer on GPUs (README), no step drives it yet"),
     ("share of the MoE layers in the time of the model", "the same"),
     ("continuous batching: throughput, time to first token, inter-token latency", "the same"),
-    ("vLLM's own MoE as the sixth implementation", "the same; it serves on CPUs alone so far"),
+    ("vLLM's own MoE as the sixth implementation", "the same"),
 )
 """What the evaluation asks for and no step measures, and why."""

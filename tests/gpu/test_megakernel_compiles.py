@@ -42,12 +42,12 @@ BYPASS = ("INC_LOCAL_BYPASS",)
 CUT_THROUGH = ("INC_CUT_THROUGH",)
 VARIANTS = [
     *PRODUCTS,
-    Variant("megakernel", LAYER, 128, 256, Model.INC_ALL_TO_ALL),
-    Variant("megakernel", LAYER, 128, 256, Model.INC_ALL_TO_ALL, ("INC_COPIES_ROWS",)),
-    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL_PHASED),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL, ("INC_DIRECT",)),
-    Variant("megakernel", LAYER, 128, 1024, Model.ALL_TO_ALL_PHASED),
+    Variant("megakernel", LAYER, 128, 512, Model.INC_ALL_TO_ALL),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, ("INC_COPIES_ROWS",)),
+    Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL_PHASED),
+    Variant("megakernel", LAYER, 128, 1280, Model.ALL_TO_ALL),
+    Variant("megakernel", LAYER, 128, 1536, Model.ALL_TO_ALL, ("INC_DIRECT",)),
+    Variant("megakernel", LAYER, 128, 1792, Model.ALL_TO_ALL_PHASED),
     Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, BYPASS),
     Variant("megakernel", LAYER, 128, 768, Model.INC_ALL_TO_ALL, CUT_THROUGH),
     Variant("megakernel", LAYER, 128, 1024, Model.INC_ALL_TO_ALL, (*CUT_THROUGH, *BYPASS)),

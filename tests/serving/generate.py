@@ -19,7 +19,11 @@ from pathlib import Path
 def main(model: str, prompts: str, output: str, more: str = "{}") -> None:
     """Run one rank's share: with data parallel, every DP_SIZE-th prompt."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import torch
     from vllm import LLM, SamplingParams
+
+    # vLLM 0.27's own MoE refuses float32 on a processor with AMX, in favour of a kernel for bfloat16.
+    torch.cpu._is_amx_tile_supported = lambda: False
 
     rank, size = int(os.environ.get("VLLM_DP_RANK", 0)), int(os.environ.get("VLLM_DP_SIZE", 1))
     own = json.loads(Path(prompts).read_text())[rank::size]
@@ -31,6 +35,9 @@ def main(model: str, prompts: str, output: str, more: str = "{}") -> None:
         temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1, prompt_logprobs=prompt_logprobs
     )
     results = engine.generate(own, sampling, use_tqdm=False)
+    if not arguments.get("disable_log_stats", True):
+        preempted = sum(each.value for each in engine.get_metrics() if each.name == "vllm:num_preemptions")
+        print(f"preempted requests: {preempted}")
     answers = [
         {
             "tokens": chosen,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -74,11 +75,11 @@ def switches(folder: Path, job_id: str, ranks: int) -> list[subprocess.Popen]:
 
 
 def answers_on_our_runtime(
-    folder: Path, implementation: str, ranks: int, *, row_format: str = "float32", **engine: object
+    folder: Path, implementation: str, ranks: int, *, row_format: str = "float32", says: str = "", **engine: object
 ) -> list[dict]:
     """The answers, in the order of the prompts, of `ranks` data-parallel processes and two switches.
 
-    All must end well, and each rank say that it is ready.
+    All must end well, and each rank say that it is ready, and something that matches `says`.
     """
     job_id = f"test-{implementation}-{ranks}-{os.getpid()}"
     own = {"INC_VLLM": implementation, "INC_JOB_ID": job_id, "INC_START_LIMIT_S": "600"}
@@ -96,6 +97,7 @@ def answers_on_our_runtime(
                 status, text = future.result()
                 assert status == 0, text
                 assert f"INC rank {rank} of {ranks}: ready, {implementation}, rows {row_format}" in text
+                assert re.search(says, text), text
         assert [part.wait(30) for part in parts] == [0] * len(parts), "a switch did not end with the server"
     finally:
         for part in parts:

@@ -22,6 +22,7 @@ from tests.serving.models import prompts
 
 NUM_PROMPTS = 40
 LENGTHS = (1, 4, 16, 40)
+CANCELLED_TOKENS = 200
 REPORT_EVERY = 500
 ALLOWED_GROWTH = 1.1
 """Memory at the end over memory after a quarter of the requests: caches fill, a leak of a step would show as more."""
@@ -50,7 +51,7 @@ def memory_kib(root: int) -> int:
 
 def cancel(address: str, model: str, prompt: str) -> None:
     """Begin a long answer and hang up after its first piece."""
-    body = {"model": model, "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": CANCELLED_TOKENS, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

