@@ -36,7 +36,7 @@ class InNetworkSwitches(Switches):
 
 
 class Dispatch:
-    """One dispatch switch: collects a microbatch of all ranks, multicasts it, hands the plan to the combine switch of its plane."""
+    """One dispatch switch: collects a microbatch of all ranks, multicasts it, hands its plane's combine switch the plan."""
 
     def __init__(self, switches: InNetworkSwitches, plane: int) -> None:
         self.switches, self.plane, self.pe = switches, plane, switches.dispatch_pe(plane)
