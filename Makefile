@@ -36,7 +36,7 @@ test: $(VENV)/installed ## Check style and types, and run the tests; options for
 	$(BIN)/python -m pytest $(ARGS)
 
 MEASURED = $(wildcard results/data/machine_figures_*.csv results/data/expert_matmul_*.csv results/data/collectives_*.csv \
-    results/data/moe_layer_*.csv)
+    results/data/moe_layer_*.csv results/data/speed_ups_*.csv)
 
 calibrate: $(VENV)/installed ## Fit the simulator to all measured data, and write predicted against measured to results/tables
 	$(BIN)/inc simulate --calibrate $(sort $(MEASURED)) --name two_h200 \

@@ -109,7 +109,6 @@ def count(events: Sequence[Event], world: World) -> Counters:
     for event in events:
         if event.kind not in ("put_signal", "signal", "get", "library"):
             continue
-        amounts = (event.rows, event.row_bytes, event.wire_bytes)
         source, target = (event.peer, event.pe) if event.kind == "get" else (event.pe, event.peer)
         if source == target and event.kind != "library":
             continue
@@ -117,10 +116,10 @@ def count(events: Sequence[Event], world: World) -> Counters:
             dispatch_sent[source] += event.rows if _to_dispatch(event, dispatch_switches) else 0
         if target < num and event.name in COMBINE_NAMES:
             combine_received[target] += event.rows
-        if source < num:
-            sent[source] = [a + b for a, b in zip(sent[source], amounts, strict=True)]
-        if target < num:
-            received[target] = [a + b for a, b in zip(received[target], amounts, strict=True)]
+        for side in ((sent[source],) if source < num else ()) + ((received[target],) if target < num else ()):
+            side[0] += event.rows
+            side[1] += event.row_bytes
+            side[2] += event.wire_bytes
         if event.kind == "library":
             dispatch += 2 * (event.name == "dispatch")
             combine += 2 * (event.name == "combine")

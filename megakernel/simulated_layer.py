@@ -70,17 +70,18 @@ class RankLayer:
 
     def receive(self, number: int) -> None:
         self.programs.wait_for_expert_rows(self.pe, self.call, number + 1)
-        pairs = int(self.loads(number + 1).pairs[self.pe.pe])
-        self._vector("group", number, pairs, self.plan.costs.group(pairs))
+        loads, rank = self.loads(number + 1), self.pe.pe
+        pairs = int(loads.pairs[rank])
+        self._vector("group", number, pairs, self.plan.costs.group(pairs, int(loads.received[rank])))
 
     def multiply(self, number: int) -> None:
         loads, rank = self.loads(number + 1), self.pe.pe
-        padded, active, pairs = int(loads.padded[rank]), int(loads.active[rank]), int(loads.pairs[rank])
-        costs = self.plan.costs
-        self.pe.work(MATRIX, "matmul_gate_up", number + 1, pairs, float(costs.matmul("matmul_gate_up", padded, active)))
+        pairs, costs = int(loads.pairs[rank]), self.plan.costs
+        products = {stage: float(cost[rank]) for stage, cost in costs.products(loads).items()}
+        self.pe.work(MATRIX, "matmul_gate_up", number + 1, pairs, products["matmul_gate_up"])
         if not costs.fused:
             self._vector("swiglu", number, pairs, float(costs.swiglu(pairs)))
-        self.pe.work(MATRIX, "matmul_down", number + 1, pairs, float(costs.matmul("matmul_down", padded, active)))
+        self.pe.work(MATRIX, "matmul_down", number + 1, pairs, products["matmul_down"])
 
     def publish(self, number: int) -> None:
         loads, rank = self.loads(number + 1), self.pe.pe

@@ -116,8 +116,9 @@ class CombinePlan:
             elif self.dims.model.phased:
                 for sender in sorted(owners):
                     rows = self._rows_of_owner(plane, sender)[expert_rank]
-                    start = first_row(self.dims, plane, sender, 0)
-                    runs += self._runs(plane, start, np.full(len(rows), sender), rows)
+                    if not len(rows):
+                        continue
+                    runs += self._runs(plane, first_row(self.dims, plane, sender, 0), np.full(len(rows), sender), rows)
             else:
                 owner, token, first = self._packed(plane)
                 own = slice(first[expert_rank], first[expert_rank + 1])

@@ -88,16 +88,6 @@ def multicast_to(pe: OneSided, magic: int, plane: int, expert_rank: int, rows: n
     pe.put_signal(expert_rank, segments, flag, signal_word(magic, True), magic=magic)
 
 
-def row_segments(pe: OneSided, inbox_slot: int, rows: np.ndarray, target: tuple) -> list[Segment]:
-    """The records and the token rows of one sender, gathered from its inbox slot."""
-    if not len(rows):
-        return []
-    return [
-        Segment(pe.memory["inbox_routing"][inbox_slot], "expert_rows_routing", target, rows),
-        Segment(pe.memory["inbox_tokens"][inbox_slot], "expert_rows", target, rows),
-    ]
-
-
 def forward_plans(pe: OneSided, magic: int, plane: int) -> None:
     """Hand the plan to the combine switches that sum tokens of this plane: that of its number, where both roles have as many."""
     dims = pe.layout.dims

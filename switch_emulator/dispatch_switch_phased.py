@@ -12,7 +12,7 @@ import numpy as np
 from inc_runtime.collectives.microbatch import check_header, first_row
 from inc_runtime.one_sided import Awaited, Flag, OneSided, Segment
 from inc_runtime.protocol import Header, Tag, signal_word, slot_of
-from switch_emulator.dispatch_switch import row_segments, rows_of_sender
+from switch_emulator.dispatch_switch import rows_of_sender
 from switch_emulator.phases import DispatchGrants, InNetworkBarrier
 from switch_emulator.serving import Stopped, stop_words
 
@@ -68,6 +68,7 @@ def multicast(pe: OneSided, place: int, request: tuple[int, int], first_headers:
         rows_for = rows_of_sender(pe, place, sender)
     flag = Flag("expert_rows_arrived", (slot, plane, sender))
     outboxes, start = pe.memory["outbox_header"][slot, :, sender], first_row(dims, plane, sender, 0)
+    routing, tokens = pe.memory["inbox_routing"][place], pe.memory["inbox_tokens"][place]
     for expert_rank, rows in enumerate(rows_for):
         if not len(rows):
             pe.signal(expert_rank, flag, signal_word(magic, False), magic=magic)
@@ -75,7 +76,11 @@ def multicast(pe: OneSided, place: int, request: tuple[int, int], first_headers:
         outbox = outboxes[expert_rank]
         outbox[:] = header
         outbox[Header.NUM_ROWS] = len(rows)
-        segments = [Segment(outbox[None], "expert_rows_header", (slot, plane, slice(sender, sender + 1)))]
-        segments += row_segments(pe, place, rows, (slot, slice(start, start + len(rows))))
+        target = (slot, slice(start, start + len(rows)))
+        segments = [
+            Segment(outbox[None], "expert_rows_header", (slot, plane, slice(sender, sender + 1))),
+            Segment(routing, "expert_rows_routing", target, rows),
+            Segment(tokens, "expert_rows", target, rows),
+        ]
         pe.put_signal(expert_rank, segments, flag, signal_word(magic, True), magic=magic)
     pe.quiet()

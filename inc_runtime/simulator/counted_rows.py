@@ -18,7 +18,7 @@ class CountedRows:
     __slots__ = ("dtype", "shape")
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.shape, self.dtype = shape, dtype if type(dtype) is np.dtype else np.dtype(dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -28,6 +28,10 @@ class CountedRows:
         return prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> CountedRows:
+        if type(index) is int:
+            return CountedRows(self.shape[1:], self.dtype)
+        if type(index) is slice:
+            return CountedRows((len(range(*index.indices(self.shape[0]))), *self.shape[1:]), self.dtype)
         index = index if isinstance(index, tuple) else (index,)
         shape: list[int] = []
         arrays = [i for i in index if isinstance(i, np.ndarray)]

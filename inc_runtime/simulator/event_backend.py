@@ -57,6 +57,7 @@ class EventSimulation(Simulation):
         self.plan, self.loads = plan, loads
         self.parked: list[_Parked] = []
         self.network = Network(plan, self.at, lambda: self.now, loads)
+        self.signal_us = plan.leg_us + (plan.uplink_us if self.network.two_level else 0.0)
         self.unit_free: dict[tuple[str, int], float] = {}
         self.unit_busy: dict[tuple[str, int], float] = {}
         self.detailed = traced
@@ -143,6 +144,17 @@ class TimedPe(SimulatedPe):
         self.returning: greenlet.greenlet | None = None
         self.gets_open, self.sums_head, self.sums_tail, self.sums_sent = 0, 0.0, 0.0, False
         self.gates: dict[str, Gate] = {}
+        self.held = frozenset(name for name, memory in self.memory.items() if isinstance(memory, np.ndarray))
+        regions = self.layout.regions(self.role)
+        self.control = frozenset(name for name, region in regions.items() if region.kind is Kind.CONTROL)
+        rows = {True: self.plan.dispatch_row_bytes, False: self.plan.combine_row_bytes}
+        self.bytes_of_a_row = {
+            name: rows[name in DISPATCH_ROWS or (name == "relay_rows" and self.role is Role.DISPATCH_SWITCH)]
+            for name, region in regions.items()
+            if region.kind is Kind.ROWS
+        }
+        self.is_switch = self.role is not Role.COMPUTE_RANK
+        self.bypass = self.plan.scenario.network.local_bypass
 
     def _regions(self) -> dict[str, Any]:
         """Rows are counted; records of received rows too, where nobody reads them; the rest is real, and committed on touch."""
@@ -175,10 +187,6 @@ class TimedPe(SimulatedPe):
             parked.left -= 1
             if not parked.left:
                 self.simulation.wake(parked.thread)
-
-    def holds(self, region: str) -> bool:
-        """True where a region has elements, False where rows are only counted."""
-        return isinstance(self.memory[region], np.ndarray)
 
     def receive(self, brought: Sequence[tuple[str, tuple, np.ndarray]]) -> None:
         """Headers and records of a put land."""
@@ -221,7 +229,8 @@ class TimedPe(SimulatedPe):
             self.owners_served += 1
         event = self._timed_event(target, segments, flag, word, magic, part)
         # Read now: a quiet that does not wait lets the program reuse the source before this put has landed.
-        brought = [(s.region, s.index, np.array(s.read())) for s in segments if target.holds(s.region) and s.num_rows]
+        held = target.held
+        brought = [(s.region, s.index, np.array(s.read())) for s in segments if s.region in held and s.num_rows]
         start = max(sim.now, self.release_at) if flag.region in ("dispatch_grants", "relay_credits") else sim.now
 
         def land() -> None:
@@ -229,15 +238,14 @@ class TimedPe(SimulatedPe):
             target.receive(brought)
             target.raise_flag(self.pe, flag, word)
 
-        switches = self.role is not Role.COMPUTE_RANK, target.role is not Role.COMPUTE_RANK
-        if switches == (True, True) and plan.real:
+        from_switch, to_switch = self.is_switch, target.is_switch
+        if from_switch and to_switch and plan.real:
             sim.at(start, land)
         elif event.rows == 0 and event.wire_bytes < CONTROL_BYTES and flag.region not in CHUNK_FLAGS:
-            extra = plan.uplink_us if net.two_level else 0.0
-            sim.at(start + plan.leg_us + extra, land)
-        elif switches == (False, True):
+            sim.at(start + sim.signal_us, land)
+        elif not from_switch:
             net.push(self.pe, peer, event.wire_bytes, magic, land, flag.region == "relay_arrived")
-        elif switches == (True, False):
+        elif not to_switch:
             tail, sender = self._input_tail(flag, magic)
             tokens = flag.region == "expert_rows_arrived"
             left = net.deliver(self.pe, peer, event.wire_bytes, tail, land, magic=magic, tokens=tokens, sender=sender)
@@ -251,7 +259,7 @@ class TimedPe(SimulatedPe):
         if flag.region in ("expert_chunk_arrived", "partial_chunk_arrived"):
             return net.chunk_tails[self.pe, flag.index[2]].popleft(), flag.index[2]
         if flag.region == "expert_rows_arrived":
-            sender = flag.index[2] if self.layout.dims.model.phased else -1
+            sender = flag.index[2] if net.phased else -1
             return net.tails[self.pe, magic, sender], sender
         return self.sums_tail, -1
 
@@ -270,25 +278,21 @@ class TimedPe(SimulatedPe):
         self, target: TimedPe, segments: Sequence[Segment], flag: Flag, word: int, magic: int, part: int
     ) -> Event:
         """The trace event with the bytes of the chosen wire format, less what a local bypass keeps at home."""
-        plan, kinds = self.plan, self.layout.regions(target.role)
+        bytes_of_a_row, control, bypass = target.bytes_of_a_row, target.control, self.bypass
         rows = row_bytes = wire_bytes = 0
         for segment in segments:
             count = segment.num_rows
-            kind = kinds[segment.region].kind
-            if kind is Kind.CONTROL:
+            size = bytes_of_a_row.get(segment.region)
+            if segment.region in control:
                 wire_bytes += segment.num_bytes
                 continue
-            if plan.scenario.network.local_bypass:
+            if bypass:
                 count -= self._rows_at_home(target, flag, magic, count, segments)
-            if kind is Kind.ROWS:
-                dispatch = segment.region in DISPATCH_ROWS or (
-                    segment.region == "relay_rows" and target.role is Role.DISPATCH_SWITCH
-                )
-                size = plan.dispatch_row_bytes if dispatch else plan.combine_row_bytes
+            if size is None:
+                wire_bytes += count * segment.source.dtype.itemsize if count else 0
+            else:
                 rows, row_bytes = rows + count, row_bytes + count * size
                 wire_bytes += count * size
-            else:
-                wire_bytes += count * segment.source[:1].nbytes if count else 0
         now, kind_name = self.simulation.now, "put_signal" if segments else "signal"
         amounts = rows, row_bytes, wire_bytes + SIGNAL_BYTES
         event = Event(self.pe, kind_name, flag.region, magic, now, now, target.pe, *amounts, bool(word & 1), part)

@@ -17,8 +17,9 @@ from inc_runtime.simulator.network import Action, Network
 from inc_runtime.simulator.plan import LayerPlan
 from inc_runtime.simulator.traffic import MicrobatchLoads
 
-FLOWS_FROM_RANKS = 17
-"""In fast mode plain collectives of real switches go message by message below this many ranks, and as flows from it on."""
+FLOWS_FROM_RANKS, LEAVES_FROM_RANKS, PHASED_FROM_RANKS, MOST_CHUNKS = 129, 65, 17, 200_000
+"""In fast mode plain collectives of real switches go message by message below the first many ranks, below the second over
+uplinks; with phases below the third, or where all messages have no more chunks than the last; else as flows."""
 GROUPS = 8
 """Ports in are resolved in so many groups, by when their last message comes: each too early by no more than its own spread."""
 
@@ -29,6 +30,18 @@ def flows_fit(plan: LayerPlan) -> bool:
     return plan.real and scenario.network.planes == 1 and not (scenario.model.phased and scenario.num_leaves > 1)
 
 
+def fast_as_flows(plan: LayerPlan) -> bool:
+    """Whether fast mode takes a plain scenario as aggregated flows."""
+    scenario = plan.scenario
+    if not flows_fit(plan):
+        return False
+    if scenario.model.phased:
+        tokens, messages = scenario.pipeline.microbatch_tokens, 2 * plan.num_microbatches * scenario.num_ranks**2
+        chunks = -(-tokens * plan.mean_copies / scenario.num_ranks // scenario.layout.dims.rows_per_chunk)
+        return scenario.num_ranks >= PHASED_FROM_RANKS and messages * max(1.0, chunks) > MOST_CHUNKS
+    return scenario.num_ranks >= (LEAVES_FROM_RANKS if scenario.num_leaves > 1 else FLOWS_FROM_RANKS)
+
+
 def tested_error(plan: LayerPlan, mode: str) -> float:
     """How far from packets, one by one, a layer time of this mode has been where both can be run (W up to 24).
 
@@ -37,13 +50,17 @@ def tested_error(plan: LayerPlan, mode: str) -> float:
     scenario = plan.scenario
     if mode == "event":
         return 0.0
-    flows = not scenario.model.in_network and flows_fit(plan) and (mode != "fast" or scenario.num_ranks >= FLOWS_FROM_RANKS)
-    if not flows:
+    if scenario.model.in_network or (mode == "fast" and not fast_as_flows(plan)):
         # Phases of a relay with several planes: which of two chunks that come at one moment is first moves all that follows.
-        return 0.02 if scenario.model.phased and not scenario.model.in_network else 0.01
-    if scenario.model.phased:
+        return 0.02 if scenario.model.phased and not scenario.model.in_network and scenario.network.planes > 1 else 0.01
+    return error_of_flows(plan)
+
+
+def error_of_flows(plan: LayerPlan) -> float:
+    """As `tested_error`, of aggregated flows."""
+    if plan.scenario.model.phased:
         return 0.30
-    return 0.20 if scenario.num_leaves > 1 else 0.02
+    return 0.35 if plan.scenario.num_leaves > 1 else 0.02
 
 
 class Exchanges:
@@ -79,7 +96,7 @@ class Exchanges:
         start = max(network.now(), float(self.up[rank]))
         self.up[rank] = start + total
         network.busy["up", rank] += total
-        exchange.send(rank, start, plan.leg_us + plan.packet_us)
+        exchange.send(rank, start, plan.row_leg_us + plan.packet_us)
         if exchange.complete:
             del self.pending[key]
             if self.uplinks is not None:
@@ -93,7 +110,7 @@ class Exchanges:
         """The first of `ports` has its last message: serve what came until then, and finish the exchange there."""
         self.down.settle(self.network.now() - 1e-9)
         finish = np.maximum(self.down.finish(exchange, ports), exchange.tail[ports])
-        self._deliver(kind, magic, exchange.work, ports, finish + self.plan.leg_us)
+        self._deliver(kind, magic, exchange.work, ports, finish + self.plan.row_leg_us)
 
     def _cross_leaves(self, exchange: Exchange) -> None:
         assert self.uplinks is not None

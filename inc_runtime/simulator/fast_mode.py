@@ -8,13 +8,14 @@ what those tests allow.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from inc_runtime.simulator.event_mode import LayerResult, busy_shares
-from inc_runtime.simulator.exchanges import FLOWS_FROM_RANKS, flows_fit
+from inc_runtime.simulator.exchanges import fast_as_flows
 from inc_runtime.simulator.fast_phases import PhasedSwitches
 from inc_runtime.simulator.fast_plain import FlowSwitches, Messages
 from inc_runtime.simulator.fast_relay import Relays
@@ -29,7 +30,7 @@ def switches_of(plan: LayerPlan) -> Callable[[TransferLayer], Switches]:
     model = plan.scenario.model
     if model.in_network:
         return PhasedSwitches if model.phased else InNetworkSwitches
-    if plan.scenario.num_ranks >= FLOWS_FROM_RANKS and flows_fit(plan):
+    if fast_as_flows(plan):
         return FlowSwitches
     return Messages if plan.real and plan.scenario.num_leaves == 1 and not model.phased else Relays
 
@@ -39,7 +40,9 @@ def simulate_fast(plan: LayerPlan, loads: Sequence[MicrobatchLoads] | None = Non
     layer = TransferLayer(plan, expected_loads(plan) if loads is None else loads, switches_of(plan))
     end = layer.run()
     units = {(unit, rank): busy for unit, of_rank in layer.unit_busy.items() for rank, busy in enumerate(of_rank)}
-    return LayerResult(plan, "fast", end, busy_shares(units, layer.network.busy, end))
+    shares = busy_shares(units, layer.network.busy, end)
+    layer.release()
+    return LayerResult(plan, "fast", end, shares)
 
 
 def drawn_loads(plan: LayerPlan) -> list[MicrobatchLoads]:
@@ -50,8 +53,8 @@ def drawn_loads(plan: LayerPlan) -> list[MicrobatchLoads]:
 SAMPLE_TOKENS = 4096
 DRAWN_ONE_BY_ONE = 64
 """Up to this many ranks the rows of every pair of ranks are drawn; above, the sum that a rank receives, shared out evenly."""
-
-
+KEPT_LOADS = 64
+"""Loads of so many scenarios are kept."""
 _rates: dict[tuple, tuple[np.ndarray, ...]] = {}
 
 
@@ -71,8 +74,28 @@ def _sampled_rates(plan: LayerPlan) -> tuple[np.ndarray, ...]:
     return _rates[key]
 
 
-def expected_loads(plan: LayerPlan) -> list[MicrobatchLoads]:
-    """Loads drawn around the rates of a sample of tokens, binomially: what a drawn routing gives, in a fraction of the time."""
+def expected_loads(plan: LayerPlan) -> tuple[MicrobatchLoads, ...]:
+    """Loads drawn around the rates of a sample of tokens, binomially: what a drawn routing gives, in a fraction of the time.
+
+    Scenarios that differ in links, switches or units alone share them.
+    """
+    scenario = plan.scenario
+    key = (
+        *(plan.shape, scenario.num_ranks, scenario.routing, scenario.replicas, scenario.model.selective),
+        *(scenario.ranks_per_leaf, plan.machine.tile_rows, scenario.network.planes),
+        *(scenario.pipeline.bound_tokens, scenario.pipeline.microbatch_tokens, scenario.pipeline.edge_tokens),
+    )
+    if key not in _drawn:
+        if len(_drawn) >= KEPT_LOADS:
+            _drawn.clear()
+        _drawn[key] = _draw_loads(plan)
+    return _drawn[key]
+
+
+_drawn: dict[tuple, tuple[MicrobatchLoads, ...]] = {}
+
+
+def _draw_loads(plan: LayerPlan) -> tuple[MicrobatchLoads, ...]:
     scenario, shape = plan.scenario, plan.shape
     num_ranks, tile = scenario.num_ranks, plan.machine.tile_rows
     experts, rows, leaf_up, leaf_rows, leaf_cross, at_home = _sampled_rates(plan)
@@ -95,22 +118,30 @@ def expected_loads(plan: LayerPlan) -> list[MicrobatchLoads]:
         up, down, cross, home = (np.rint(x * tokens).astype(np.int64) for x in (leaf_up, leaf_rows, leaf_cross, at_home))
         by_plane = drawn * (np.array(plan.plane_tokens(number)) / tokens)[:, None, None]
         result.append(MicrobatchLoads(np.full(num_ranks, tokens), drawn, pairs, padded, active, up, down, cross, home, by_plane))
-    return result
+    return tuple(result)
 
 
 def sweep(plans: Sequence[LayerPlan], *, processes: int = 2, progress: Callable[[int], None] = lambda done: None) -> list[float]:
     """Layer times in us of many plans in fast mode, in order, on `processes` processes."""
     times: list[float] = []
+    gc.disable()  # nothing of a layer is left for it, and looking takes a fifth of the time
+    try:
+        _sweep(plans, processes, times, progress)
+    finally:
+        gc.enable()
+    return times
+
+
+def _sweep(plans: Sequence[LayerPlan], processes: int, times: list[float], progress: Callable[[int], None]) -> None:
     if processes <= 1 or len(plans) < 64:
         for plan in plans:
             times.append(simulate_fast(plan).layer_time_us)
             progress(len(times))
-        return times
+        return
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         for time_us in pool.imap(_layer_time, plans, chunksize=32):
             times.append(time_us)
             progress(len(times))
-    return times
 
 
 def _layer_time(plan: LayerPlan) -> float:

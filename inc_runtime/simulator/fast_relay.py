@@ -16,9 +16,10 @@ from inc_runtime.simulator.fast_phases import Barrier
 from inc_runtime.simulator.fast_transfers import Action, Switches, TransferLayer
 
 CREDITS_AFTER = max(1, RELAY_CELLS * 3 // 4)
-PARTS, PARTS_OF_A_RANK = 16, 64
+PARTS, PARTS_OF_A_RANK, PARTS_OF_A_LAYER = 16, 64, 100_000
 """Into how many parts at most a message is cut, in place of its chunks: enough for the order at the ports that it crosses.
-The messages of a rank have together at least as many as the second says: few long ones wait for their parts."""
+The messages of a rank have together at least as many as the second says: few long ones wait for their parts; those of a layer
+no more than the third."""
 
 
 @dataclass
@@ -60,7 +61,8 @@ class Relays(Switches):
         group = self.plan.scenario.ranks_per_phase
         self.phased = self.plan.scenario.model.phased
         self.rows_per_chunk = self.plan.scenario.layout.dims.rows_per_chunk
-        self.most_parts = max(PARTS, PARTS_OF_A_RANK // self.num_ranks)
+        messages = 2 * len(layer.loads) * self.planes * self.num_ranks**2
+        self.most_parts = max(1, min(max(PARTS, PARTS_OF_A_RANK // self.num_ranks), PARTS_OF_A_LAYER // messages))
         if self.phased:
             # A phase ends with the last chunk, and a place is given back after so many: none can be left out.
             self.most_parts = self.plan.scenario.layout.dims.dispatch_chunks

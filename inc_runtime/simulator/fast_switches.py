@@ -36,7 +36,7 @@ class InNetworkSwitches(Switches):
 
 
 class Dispatch:
-    """One dispatch switch: collects a microbatch of all ranks, multicasts it, hands its plane's combine switch the plan."""
+    """One dispatch switch: collects a microbatch of all ranks, multicasts it, hands the plan to the combine of its plane."""
 
     def __init__(self, switches: InNetworkSwitches, plane: int) -> None:
         self.switches, self.plane, self.pe = switches, plane, switches.dispatch_pe(plane)
@@ -72,7 +72,7 @@ class Dispatch:
             switches.deliver(self.pe, rank, rows, num_bytes, tail, number, "tokens")
         records = switches.plan.plane_tokens(number)[self.plane] * switches.plan.record_bytes
         plan_bytes = switches.num_ranks * (records + HEADER) + WORD
-        combine = switches.combine[self.plane]  # planes of the same number serve the same tokens
+        combine = switches.combine[self.plane]
         if switches.plan.real:
             layer.at(layer.now, lambda: combine.planned(number))
         elif plan_bytes < CONTROL_BYTES:

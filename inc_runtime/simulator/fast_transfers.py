@@ -17,7 +17,7 @@ from inc_runtime.simulator.closed_forms import HEADER, WORD
 from inc_runtime.simulator.event_backend import MATRIX, VECTOR
 from inc_runtime.simulator.network import CONTROL_BYTES, Network
 from inc_runtime.simulator.plan import LayerPlan
-from inc_runtime.simulator.traffic import MicrobatchLoads
+from inc_runtime.simulator.traffic import MicrobatchLoads, stack_loads
 
 Action = Callable[[], None]
 STAGES = ("send", "receive", "multiply", "publish", "finish")
@@ -44,29 +44,32 @@ class TransferLayer:
         self.unit_busy = {unit: [0.0] * self.num_ranks for unit in (MATRIX, VECTOR)}
         self.done = [[0] * self.num_ranks for _ in STAGES]
         self.active = [[False] * self.num_ranks for _ in STAGES]
-        self.costs = [self._costs(one) for one in loads]
+        self.steps: list[Callable[[int, int], None]] = [getattr(self, f"_{stage}") for stage in STAGES]
+        self.depth = scenario.pipeline.depth
+        self.costs = self._costs()
         self.landed: dict[tuple[str, int, int], int] = defaultdict(int)
         self.last_arrival: dict[str, dict[int, float]] = {"tokens": {}, "sums": {}}
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.waiting: dict[tuple[str, int, int], Action] = {}
         self.switches = switches(self)
 
-
-    def _costs(self, loads: MicrobatchLoads) -> dict[str, list[float]]:
-        """Cost of every stage on every rank."""
-        costs = self.plan.costs
+    def _costs(self) -> list[dict[str, list[float]]]:
+        """Cost of every stage on every rank, for each microbatch; all of them computed at once, [M, W]."""
+        costs, loads = self.plan.costs, stack_loads(self.loads)
         last = costs.copy_out if self.plan.scenario.model.in_network else costs.global_reduce
+        products = costs.products(loads)
         found = {
             "route": costs.route(loads.tokens),
             "pack": costs.pack(loads.sent_copies),
-            "group": costs.group(loads.pairs),
-            "gate_up": costs.matmul("matmul_gate_up", loads.padded, loads.active),
+            "group": costs.group(loads.pairs, loads.received),
+            "gate_up": products["matmul_gate_up"],
             "swiglu": costs.swiglu(loads.pairs),
-            "down": costs.matmul("matmul_down", loads.padded, loads.active),
+            "down": products["matmul_down"],
             "reduce": costs.reduce(loads.pairs, loads.received),
             "last": last(loads.tokens),
         }
-        return {name: cost.tolist() for name, cost in found.items()}
+        by_number = {name: cost.tolist() for name, cost in found.items()}
+        return [{name: cost[number] for name, cost in by_number.items()} for number in range(len(self.loads))]
 
     def at(self, time_us: float, action: Action) -> None:
         self.sequence += 1
@@ -91,23 +94,29 @@ class TransferLayer:
         """The layer time in us. Raises Deadlock."""
         for rank in range(self.num_ranks):
             self.at(0.0, lambda r=rank: self._start(0, r))  # type: ignore[misc]
-        while self.events:
-            self.now, _, action = heapq.heappop(self.events)
+        events, pop = self.events, heapq.heappop
+        while events:
+            self.now, _, action = pop(events)
             action()
         if min(self.done[-1]) < len(self.loads):
             stuck = {stage: done for stage, done in zip(STAGES, self.done, strict=True) if min(done) < len(self.loads)}
             raise Deadlock(f"fast mode: no event is left, but these stages did not end: {stuck}. Use --mode event.")
         return self.end
 
+    def release(self) -> None:
+        """Let go of all that refers to this layer, so that its memory is free at once, without a collector."""
+        for part in (self.network, self.switches, self):
+            vars(part).clear()
+
     def _start(self, position: int, rank: int) -> None:
         """Begin the next microbatch of a stage if the stage is free and all that it waits for on its rank is done."""
         number = self.done[position][rank]
         if self.active[position][rank] or number == len(self.loads):
             return
-        before = self.done[position - 1][rank] + (0 if position else self.plan.scenario.pipeline.depth)
+        before = self.done[position - 1][rank] + (0 if position else self.depth)
         if before > number:
             self.active[position][rank] = True
-            getattr(self, f"_{STAGES[position]}")(rank, number)
+            self.steps[position](rank, number)
 
     def _complete(self, position: int, rank: int) -> None:
         self.done[position][rank] += 1

@@ -186,8 +186,8 @@ def combine_phases(
         begin = np.maximum(np.maximum(opened + plan.leg_us, ready), up)
         mine = work[:, owner]
         up = np.where(mine > 0, begin + mine, up)
-        arrive = begin + plan.leg_us + plan.packet_us
+        arrive = begin + plan.row_leg_us + plan.packet_us
         down[owner] = _serve(arrive[:, None], mine[:, None], down[owner : owner + 1])[0]
-        finish[owner] = max(down[owner], float((begin + plan.leg_us).max())) + plan.leg_us
+        finish[owner] = max(down[owner], float((begin + plan.row_leg_us).max())) + plan.row_leg_us
         heapq.heappush(places, float((arrive + np.maximum(mine - MAX_CHUNK_BYTES / plan.port, 0)).max()))
     return *after, places, finish

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from inc_runtime.config import OLMOE_1B_7B, Implementation, LayerShape
 from inc_runtime.errors import ConfigurationError
@@ -80,6 +80,8 @@ class LayerPoint:
     file: str
     unit: str = "us"
 
+    plural: ClassVar[str] = "layers"
+
     @property
     def label(self) -> Label:
         s = self.scenario
@@ -106,44 +108,69 @@ def layer_points(rows: Iterable[Row]) -> list[LayerPoint]:
     return points
 
 
-def _number(row: Row, name: str, default: int) -> int:
+def number_of(row: Row, name: str, default: int) -> int:
+    """A whole number of a row, or the default where the file lacks it."""
     text = row.get(name)
     return int(float(text)) if text else default
 
 
-def scenario_of(row: Row) -> Scenario:
-    """The scenario of a measured row; columns that the file lacks take the OLMoE layer and the default pipeline.
-
-    Switches of both placements are emulated. The relay of the plain forms forwards each packet as it lands and its device has a
-    port for every rank's share, so that it is modelled as a real switch, in one step.
-    """
-    base, implementation = Scenario(), Implementation(row["implementation"])
+def shape_of_row(row: Row) -> LayerShape:
+    """The shape of a row; what the file lacks is OLMoE's."""
     olmoe = OLMOE_1B_7B
-    shape = LayerShape(
-        _number(row, "num_experts", olmoe.num_experts),
-        _number(row, "top_k", olmoe.top_k),
-        _number(row, "hidden", _number(row, "hidden_size", olmoe.hidden_size)),
-        _number(row, "intermediate", _number(row, "intermediate_size", olmoe.intermediate_size)),
+    return LayerShape(
+        number_of(row, "num_experts", olmoe.num_experts),
+        number_of(row, "top_k", olmoe.top_k),
+        number_of(row, "hidden", number_of(row, "hidden_size", olmoe.hidden_size)),
+        number_of(row, "intermediate", number_of(row, "intermediate_size", olmoe.intermediate_size)),
     )
+
+
+def network_of(row: Row) -> NetworkSpec:
+    """The network of a measured row: the switches of an INC form are PEs that store and forward.
+
+    The relay of a plain form forwards each packet as it lands, and its device has a port for every rank's share, so that it is
+    modelled as a real switch, in one step. Without relays the rows of a rank's own experts stay where they are.
+    """
+    implementation, placement = Implementation(row["implementation"]), row["placement"]
     inc = MODEL_OF[implementation].in_network
-    tokens = _number(row, "num_tokens", base.tokens_per_rank)
-    network = NetworkSpec(
-        switch=SwitchKind.EMULATED if inc and row["placement"] != "simulated" else SwitchKind.REAL,
+    stays = not inc and placement == "native"
+    return NetworkSpec(
+        switch=SwitchKind.EMULATED if inc and placement != "simulated" else SwitchKind.REAL,
         forwarding=Forwarding.STORE_AND_FORWARD,
-        planes=_number(row, "planes", 1) if inc else 1,
+        planes=number_of(row, "planes", 1) if inc else 1,
         dual_role=row.get("dual_role", "") in ("1", "true", "True"),
-        local_bypass=row.get("local_bypass", "") in ("1", "true", "True"),
+        local_bypass=stays or row.get("local_bypass", "") in ("1", "true", "True"),
     )
+
+
+def _cut_beside_the_baseline(tokens: int) -> tuple[int, int, int]:
+    """m_b, edge and depth of a megakernel measured by `measure_moe_layer.py`, whose rows name those of the Baseline.
+
+    As `results/megakernel_plug.py` cuts it.
+    """
+    return min(tokens, max(1024, min(tokens // 2, 2048))), 0, 4
+
+
+def scenario_of(row: Row) -> Scenario:
+    """The scenario of a measured row; columns that the file lacks take the OLMoE layer and the default pipeline."""
+    base = Scenario()
+    tokens, port = number_of(row, "num_tokens", base.tokens_per_rank), row.get("rank_port_gbps")
+    size, depth, edge = number_of(row, "microbatch_tokens", tokens), number_of(row, "depth", base.depth), 0
+    if Implementation(row["implementation"]) is not Implementation.BASELINE:
+        edge = number_of(row, "edge_tokens", 0)
+        if row["placement"] == "native" and not row.get("depth"):
+            size, edge, depth = _cut_beside_the_baseline(tokens)
     scenario = Scenario(
         name=row["file"],
-        shape=shape,
-        num_ranks=_number(row, "num_ranks", base.num_ranks),
-        implementation=implementation,
+        shape=shape_of_row(row),
+        num_ranks=number_of(row, "num_ranks", base.num_ranks),
+        implementation=Implementation(row["implementation"]),
         tokens_per_rank=tokens,
-        microbatch_tokens=min(tokens, _number(row, "microbatch_tokens", tokens)),
-        depth=_number(row, "depth", base.depth),
-        ranks_per_phase=_number(row, "ranks_per_phase", 1),
-        network=network,
+        microbatch_tokens=min(tokens, size),
+        edge_tokens=edge,
+        depth=depth,
+        ranks_per_phase=number_of(row, "ranks_per_phase", 1),
+        network=replace(network_of(row), port_gbps=float(port) if port and float(port) else None),
         placement=row["placement"],
     )
     scenario.check()
@@ -165,34 +192,51 @@ class Prediction:
 
 def predictions(points: Sequence[Point], calibration: Calibration, fitted: Sequence[Point]) -> list[Prediction]:
     """Predict every point; `fitted` are those that the fit has seen."""
-    seen = {id(point) for point in fitted}
-    return [Prediction(p, p.predict(calibration), id(p) in seen) for p in points]
+    seen = set(fitted)
+    return [Prediction(p, p.predict(calibration), p in seen) for p in points]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How well a fit without one implementation, or one placement, predicts it. Errors are relative."""
+    """How well a fit without one implementation, or one placement, predicts its layers. Errors are relative.
+
+    `note`: what is left out with it that nothing else shows.
+    """
 
     what: str
     num_points: int
     rms_error: float
     max_error: float
+    note: str = ""
 
 
 def prediction_table(lines: Sequence[Prediction], calibration: Calibration, held_out: Sequence[HeldOut]) -> str:
-    """Predicted against measured as a Markdown table, with its sources."""
-    out = [f"Predicted (source: simulated, calibration: {calibration.name}) against measured. Fitted by `make calibrate` to:"]
+    """Predicted against measured as Markdown: the layers, what fits that have not seen them make of them, and the parts."""
+    out = ["# Predicted against measured", "", f"Predicted: source: simulated, calibration: {calibration.name}; fitted to:", ""]
     out += [f"- {name}" for name in calibration.data_files]
+    layers = [line for line in lines if isinstance(line.point, LayerPoint)]
+    if layers:
+        out += ["", "## Layers", "", *_lines(layers)]
+    else:
+        out += ["", "No layer time has been measured yet: nothing here says how well a layer is predicted."]
+    if held_out:
+        out += ["", "## Layers that a fit has not seen", ""]
+        out += ["Each from a fit of its own, without any row of that implementation or placement, its parts included.", ""]
+        out += ["| held out | points | rms error | largest error | |", "|---|---|---|---|---|"]
+        rates = [(h, f"{100 * h.rms_error:.1f} % | {100 * h.max_error:.1f} %") for h in held_out]
+        out += [f"| {h.what} | {h.num_points} | {rate} | {h.note} |" for h, rate in rates]
+    parts = [line for line in lines if not isinstance(line.point, LayerPoint)]
+    if parts:
+        out += ["", "## Parts: products, stages of the Baseline, collectives alone", "", *_lines(parts)]
+    return "\n".join(out) + "\n"
+
+
+def _lines(lines: Sequence[Prediction]) -> list[str]:
+    """A table of predictions. `seen`: by the fit."""
     columns = ("what", "placement", "implementation", "W", "N or rows", "m_b", "metric", "measured", "predicted", "error", "seen")
-    out += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    out = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for line in lines:
         label = " | ".join(str(part) for part in line.point.label)
         values = f"{line.point.measured:.4g} {line.point.unit} | {line.predicted:.4g} | {100 * line.error:+.1f} %"
         out.append(f"| {label} | {values} | {'yes' if line.fitted else 'no'} |")
-    if held_out:
-        out += ["", "Layer times of what a fit has not seen, each from a fit of its own to the others:", ""]
-        out += ["| held out | points | rms error | largest error |", "|---|---|---|---|"]
-        out += [f"| {h.what} | {h.num_points} | {100 * h.rms_error:.1f} % | {100 * h.max_error:.1f} % |" for h in held_out]
-    elif not any(isinstance(line.point, LayerPoint) for line in lines):
-        out += ["", "No layer time has been measured yet: nothing here says how well a layer is predicted."]
-    return "\n".join(out) + "\n"
+    return out

@@ -41,7 +41,7 @@ class Network:
     ) -> None:
         scenario = plan.scenario
         self.plan, self.at, self.now, self.loads = plan, at, now, loads
-        self.num_ranks = scenario.num_ranks
+        self.num_ranks, self.in_network, self.phased = scenario.num_ranks, scenario.model.in_network, scenario.model.phased
         self.leaf_size, self.two_level = scenario.ranks_per_leaf, scenario.num_leaves > 1
         self.free: dict[tuple[str, int], float] = defaultdict(float)
         self.busy: dict[tuple[str, int], float] = defaultdict(float)
@@ -67,7 +67,7 @@ class Network:
         plan = self.plan
         duration = num_bytes / plan.port
         start = self.occupy(("up", rank), self.now(), duration)
-        head, tail = start + min(plan.packet_us, duration) + plan.leg_us, start + duration + plan.leg_us
+        head, tail = start + min(plan.packet_us, duration) + plan.row_leg_us, start + duration + plan.row_leg_us
         if not plan.real:
             self.at(head, lambda: self._into_emulated(rank, switch, num_bytes, magic, tail, arrived, relayed))
         elif self.two_level and not relayed:
@@ -128,11 +128,11 @@ class Network:
         if not self.two_level:
             return self._down(rank, num_bytes, input_tail, landed)
         leaf = rank // self.leaf_size
-        if sender >= 0 and not plan.scenario.model.in_network:
+        if sender >= 0 and not self.in_network:
             if sender // self.leaf_size == leaf:
                 return self._down(rank, num_bytes, input_tail, landed)
             return self._between_leaves(sender // self.leaf_size, rank, num_bytes, input_tail, landed)
-        part = (sender if tokens else rank) if plan.scenario.model.phased else -1
+        part = (sender if tokens else rank) if self.phased else -1
         head, tail = self._down_to_leaf(leaf, magic, tokens, input_tail, part)
         self._down_at(head, rank, num_bytes, tail, landed)
         return tail
@@ -182,7 +182,7 @@ class Network:
         duration = num_bytes / plan.port
         start = self.occupy(("down", rank), self.now(), duration)
         left = max(start + duration, input_tail + min(plan.packet_us, duration))
-        self.at(left + plan.leg_us, landed)
+        self.at(left + plan.row_leg_us, landed)
         return left
 
     def _out_of_emulated(self, switch: int, rank: int, num_bytes: float, input_tail: float, landed: Action) -> float:
@@ -232,7 +232,7 @@ class Network:
         def read() -> None:
             duration = num_bytes / plan.port
             start = self.occupy(("up", rank), self.now(), duration)
-            head, tail = start + min(plan.packet_us, duration) + plan.leg_us, start + duration + plan.leg_us
+            head, tail = start + min(plan.packet_us, duration) + plan.row_leg_us, start + duration + plan.row_leg_us
             if not plan.real:
                 self.at(head, lambda: self._pulled_into_emulated(switch, num_bytes, tail, arriving))
             elif self.two_level:

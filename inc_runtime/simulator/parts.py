@@ -1,149 +1,131 @@
-"""Measured parts of a layer that the calibration predicts: expert products, and dispatch and combine without a layer around them.
+"""Measured parts of a layer that the calibration predicts in closed form: expert products, and the stages of the Baseline.
 
-Sources: results/measure_expert_matmul.py and results/measure_collectives.py.
+Sources: results/measure_expert_matmul.py, results/measure_moe_layer.py, and published products (results/data/machine_figures_*).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Any, ClassVar
 
-from inc_runtime.config import OLMOE_1B_7B, Implementation, LayerShape
+from inc_runtime.config import Implementation, LayerShape
 from inc_runtime.simulator.calibration import Calibration
-from inc_runtime.simulator.fast_mode import expected_loads, switches_of
-from inc_runtime.simulator.fast_transfers import TransferLayer
-from inc_runtime.simulator.measured import Label, Row
+from inc_runtime.simulator.fast_mode import expected_loads
+from inc_runtime.simulator.measured import MODELLED_PLACEMENTS, Label, Row, number_of, scenario_of, shape_of_row
 from inc_runtime.simulator.plan import LayerPlan
-from inc_runtime.simulator.scenario import Forwarding, NetworkSpec, Scenario, SwitchKind
-from inc_runtime.simulator.unit_costs import UnitCosts
+from inc_runtime.simulator.scenario import Scenario
+from inc_runtime.simulator.unit_costs import MATRIX_STAGES, UnitCosts
 
-PRODUCTS = ("expert_matmul", "expert_matmul_gather", "expert_matmul_32_sms")
-MEASURED_DEPTH, STEADY_MICROBATCHES = 3, 12
-NOTHING = 1e-9
+LIBRARY = "grouped_mm"
+OWN_KERNEL = "expert_matmul"
+OWN_KERNELS = (OWN_KERNEL, f"{OWN_KERNEL}_gather", f"{OWN_KERNEL}_32_sms")
+PRODUCTS = (LIBRARY, *OWN_KERNELS)
+EXCHANGES = ("dispatch", "combine")
 
 
 @dataclass(frozen=True)
 class ProductPoint:
-    """Both expert products in one kernel, evenly routed, on `num_sms` SMs that have the GPU to themselves."""
+    """Grouped products without a layer. `stages`: one MatMul, or both; a kernel of ours does both in one launch.
+
+    `even`: as many rows for every expert, else random. `num_sms` 0: all that a rank has.
+    """
 
     implementation: str
+    placement: str
+    num_ranks: int
     num_rows: int
     num_experts: int
-    hidden_size: int
-    intermediate_size: int
+    shape: LayerShape
     num_sms: int
+    stages: tuple[str, ...]
+    even: bool
     measured: float
     unit: str = "us"
 
+    plural: ClassVar[str] = "products"
+
     @property
     def label(self) -> Label:
-        return "expert products", "native", self.implementation, 1, self.num_rows, "", "stage_time"
+        what = " + ".join(self.stages) if len(self.stages) == 1 else "both products"
+        return "expert products", self.placement, self.implementation, self.num_ranks, self.num_rows, "", what
 
     def predict(self, calibration: Calibration) -> float:
-        share = self.num_sms / calibration.total_sms
-        machine = replace(calibration, matrix_tflops=calibration.matrix_tflops * share)
-        shape = LayerShape(self.num_experts, 1, self.hidden_size, self.intermediate_size)
-        tile, rows = calibration.tile_rows, -(-self.num_rows // self.num_experts)
-        padded = self.num_experts * -(-rows // tile) * tile
-        return float(UnitCosts(shape, machine).experts(padded, self.num_experts))
+        machine = calibration.on_placement(self.placement, self.num_ranks)
+        if self.num_sms:
+            machine = replace(machine, matrix_tflops=machine.matrix_tflops * self.num_sms / machine.total_sms)
+        costs = UnitCosts(self.shape, machine, fused=False)
+        tile, rows = machine.tile_rows, self.num_rows / self.num_experts
+        # Of random rows, the last tile of an expert is half full on average.
+        padded = self.num_experts * (-(-rows // tile) * tile if self.even else rows + tile / 2)
+        total = sum(float(costs.matmul(stage, padded, self.num_experts)) for stage in self.stages)
+        if self.implementation in OWN_KERNELS:
+            total -= machine.launch_us + machine.expert_us * self.num_experts
+        return total
 
 
 @dataclass(frozen=True)
-class ExchangePlan(LayerPlan):
-    """A layer without stages. `served`: the collective whose rows travel, tokens or sums; None: both."""
+class StagePoint:
+    """One stage of the unfused layer, a kernel of its own or a library's collective."""
 
-    served: str | None = None
-
-    @cached_property
-    def share(self) -> Calibration:
-        free = {"matrix_tflops": 1 / NOTHING, "memory_tbps": 1 / NOTHING, "vector_overhead_us": 0.0, "matrix_overhead_us": 0.0}
-        return replace(super().share, **free)  # type: ignore[arg-type]
-
-    @cached_property
-    def dispatch_row_bytes(self) -> int:
-        return 0 if self.served == "sums" else super().dispatch_row_bytes
-
-    @cached_property
-    def combine_row_bytes(self) -> int:
-        return 0 if self.served == "tokens" else super().combine_row_bytes
-
-
-@dataclass(frozen=True)
-class ExchangePoint:
-    """Dispatch or combine between ranks without a layer: `latency_p50` of a lone microbatch, or GB/s of rows in steady state."""
-
-    placement: str
-    implementation: Implementation
-    num_ranks: int
-    microbatch_tokens: int
-    metric: str
-    role: str
+    scenario: Scenario
+    stage: str
     measured: float
-    unit: str
+    unit: str = "us"
+
+    plural: ClassVar[str] = "stages"
 
     @property
     def label(self) -> Label:
-        what = f"{self.metric} {self.role}"
-        return "collectives", self.placement, self.implementation.value, self.num_ranks, "", str(self.microbatch_tokens), what
-
-    @property
-    def kind(self) -> str:
-        return "tokens" if self.metric == "egress" or self.role == "dispatch" else "sums"
+        s = self.scenario
+        return "stage", s.placement, s.implementation.value, s.num_ranks, s.tokens_per_rank, "", self.stage
 
     def predict(self, calibration: Calibration) -> float:
-        count, depth = (1, 1) if self.metric == "latency_p50" else (STEADY_MICROBATCHES, MEASURED_DEPTH)
-        scenario = Scenario(
-            shape=OLMOE_1B_7B,
-            num_ranks=self.num_ranks,
-            implementation=self.implementation,
-            tokens_per_rank=count * self.microbatch_tokens,
-            microbatch_tokens=self.microbatch_tokens,
-            depth=depth,
-            network=NetworkSpec(SwitchKind.EMULATED, Forwarding.STORE_AND_FORWARD),
-            placement=self.placement,
-        )
-        served = self.kind if self.role.endswith("alone") else None
-        plan = ExchangePlan(scenario, calibration, served)
-        layer = TransferLayer(plan, expected_loads(plan), switches_of(plan))
-        layer.run()
-        tokens, sums = layer.last_arrival["tokens"], layer.last_arrival["sums"]
-        if self.metric == "latency_p50":
-            return tokens[0] if self.kind == "tokens" else sums[0] - tokens[0]
-        times = tokens if self.kind == "tokens" else sums
-        row_bytes = plan.dispatch_row_bytes if self.kind == "tokens" else plan.combine_row_bytes
-        rows = sum(float(one.received.sum()) for one in layer.loads[3:])
-        return rows * row_bytes / (times[count - 1] - times[2]) / 1e3
+        plan = LayerPlan(self.scenario, calibration)
+        loads, costs = expected_loads(plan)[0], plan.costs
+        if self.stage in MATRIX_STAGES:
+            return float(costs.products(loads)[self.stage].max())
+        if self.stage in EXCHANGES:
+            row = plan.dispatch_row_bytes + plan.record_bytes if self.stage == "dispatch" else plan.combine_row_bytes
+            away = loads.rows.sum(axis=1) - loads.rows.diagonal()
+            return float(away.max()) * row / plan.port + calibration.exchange_us + plan.share.latency_us
+        found: dict[str, Any] = {
+            "route": lambda: costs.route(loads.tokens),
+            "pack": lambda: costs.pack(loads.sent_copies) - calibration.exchange_us,
+            "group": lambda: costs.group(loads.pairs, loads.received),
+            "swiglu": lambda: costs.swiglu(loads.pairs),
+            "reduce": lambda: costs.reduce(loads.pairs, loads.received) - calibration.exchange_us,
+            "global_reduce": lambda: costs.global_reduce(loads.tokens),
+        }
+        return float(found[self.stage]().max())
 
 
-def product_points(rows: Iterable[Row]) -> list[ProductPoint]:
-    """Expert products with as many rows for every expert: other distributions are not in the data, only their names."""
+def stage_points(rows: Iterable[Row]) -> list[StagePoint]:
+    """Stages of the Baseline with a library's collectives, evenly routed."""
     return [
-        ProductPoint(
-            row["implementation"],
-            int(row["num_rows"]),
-            int(row["num_experts"]),
-            int(row["hidden"]),
-            int(row["intermediate"]),
-            int(row["num_sms"]),
-            float(row["value"]),
-        )
+        StagePoint(scenario_of(row), row["stage"], float(row["value"]))
         for row in rows
-        if row["metric"] == "stage_time" and row["implementation"] in PRODUCTS and row.get("distribution") == "uniform"
+        if row["metric"] == "stage_time" and row["implementation"] == Implementation.BASELINE.value
+        if row["placement"] == "native" and (row.get("routing") or "uniform") == "uniform"
     ]
 
 
-def exchange_points(rows: Iterable[Row]) -> list[ExchangePoint]:
-    """Latency and throughput of the collectives at the default number of switch blocks, on the placements that are modelled."""
-    known = {implementation.value for implementation in Implementation}
+def product_points(rows: Iterable[Row]) -> list[ProductPoint]:
+    """Expert products: alone on a device with as many rows for every expert, or beside a layer with random ones."""
     points = []
     for row in rows:
-        usable = row["measurement"] == "collectives" and row["placement"] == "scale_model" and row["implementation"] in known
-        # Paced ports and phases are measured as well; what is fitted here is the links and the switches as they are.
-        inc = row["implementation"] == Implementation.MEGAKERNEL_INC.value and float(row.get("rank_port_gbps") or 0) == 0
-        usable = usable and inc
-        steady = row["metric"] in ("egress", "ingress") and row.get("sum_order") == "arrival"
-        if usable and (steady or row["metric"] == "latency_p50"):
-            where = row["placement"], Implementation(row["implementation"]), int(row["num_ranks"]), int(row["microbatch_tokens"])
-            points.append(ExchangePoint(*where, row["metric"], row["role"], float(row["value"]), row["unit"]))
+        if row["implementation"] not in PRODUCTS or row["placement"] not in MODELLED_PLACEMENTS:
+            continue
+        shape, ranks, stages, even, num_sms = shape_of_row(row), int(row["num_ranks"]), tuple(MATRIX_STAGES), True, 0
+        num_rows, num_experts = number_of(row, "num_rows", number_of(row, "rows", 0)), shape.num_experts
+        if row["metric"] == "stage_time" and row["measurement"] == "machine":
+            stages = (row["stage"],)
+        elif row["metric"] == "stage_time" and row.get("distribution") == "uniform":
+            num_sms = int(row["num_sms"])
+        elif row["metric"] == "layer_time" and (row.get("routing") or "uniform") == "uniform":
+            num_rows, num_experts, even = number_of(row, "num_tokens", 0) * shape.top_k, -(-shape.num_experts // ranks), False
+        else:
+            continue
+        where, value = (row["implementation"], row["placement"], ranks), float(row["value"])
+        points.append(ProductPoint(*where, num_rows, num_experts, shape, num_sms, stages, even, value))
     return points

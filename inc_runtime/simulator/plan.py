@@ -32,14 +32,22 @@ class LayerPlan:
     @cached_property
     def share(self) -> Calibration:
         share = self.machine.on_placement(self.scenario.placement, self.scenario.num_ranks)
-        port = self.scenario.network.port_gbps
-        return share if port is None else replace(share, port_gbps=port)
+        given = self.scenario.network.port_gbps
+        own = share.port_gbps * (share.relay_efficiency if self.relayed else 1.0)
+        # Pacing on a machine that is there slows a port, and never makes it faster.
+        port = own if given is None else given if self.scenario.placement == "simulated" else min(given, own)
+        return replace(share, port_gbps=port)
 
-    @property
+    @cached_property
+    def relayed(self) -> bool:
+        """Whether a plain form sends through relays that are PEs: where they share devices, as a library's ranks cannot."""
+        return not self.scenario.model.in_network and self.scenario.placement in ("scale_model", "shared")
+
+    @cached_property
     def real(self) -> bool:
         return self.scenario.network.switch is SwitchKind.REAL
 
-    @property
+    @cached_property
     def cut_through(self) -> bool:
         return self.scenario.network.forwarding is Forwarding.CUT_THROUGH
 
@@ -50,7 +58,12 @@ class LayerPlan:
         latency = self.machine.latency_us if given is None else given
         return latency / 2 if self.real else latency
 
-    @property
+    @cached_property
+    def row_leg_us(self) -> float:
+        """One leg of rows: a relay that is a PE takes time for them that control words do not need."""
+        return self.leg_us + (self.machine.relay_us / 2 if self.relayed else 0.0)
+
+    @cached_property
     def uplink_us(self) -> float:
         """Latency between a leaf and the spine; that of a leg unless given."""
         given = self.scenario.network.uplink_latency_us
@@ -80,7 +93,7 @@ class LayerPlan:
         net = self.scenario.network
         return net.packet_bytes / (net.packet_bytes + net.packet_header_bytes)
 
-    @property
+    @cached_property
     def packet_us(self) -> float:
         """Time of one packet on a rank's port: what cut-through waits before it forwards."""
         return self.scenario.network.packet_bytes / self.port
@@ -104,10 +117,10 @@ class LayerPlan:
     @cached_property
     def costs(self) -> UnitCosts:
         """Costs on one rank. The fused plain forms give SMs to their transfers, the INC forms and the library do not."""
-        scenario = self.scenario
-        plain = scenario.fused and not scenario.model.in_network
-        reserved = self.machine.communication_sms / self.machine.total_sms if plain else 0.0
-        return UnitCosts(self.shape, self.share, scenario.fused, self.mean_copies, reserved)
+        scenario, multicast = self.scenario, self.scenario.model.in_network
+        reserved = self.machine.communication_sms / self.machine.total_sms if scenario.fused and not multicast else 0.0
+        library = not self.relayed
+        return UnitCosts(self.shape, self.share, scenario.fused, self.mean_copies, reserved, multicast, library)
 
     @cached_property
     def switch_costs(self) -> UnitCosts:

@@ -90,7 +90,9 @@ class NetworkSpec:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One layer. Symbols as in `config.py`; `shape` is the model's, before `replicas`."""
+    """One layer. Symbols as in `config.py`; `shape` is the model's, before `replicas`. Without `edge_tokens` all microbatches
+    but the last have m_b.
+    """
 
     name: str = "scenario"
     shape: LayerShape = OLMOE_1B_7B
@@ -100,6 +102,7 @@ class Scenario:
     communication_model: CommunicationModel | None = None
     tokens_per_rank: int = 4096
     microbatch_tokens: int = 512
+    edge_tokens: int = 0
     depth: int = 5
     ranks_per_phase: int = 1
     barrier_after_dispatch: bool = True
@@ -131,6 +134,7 @@ class Scenario:
             self.depth,
             self.ranks_per_phase,
             self.barrier_after_dispatch,
+            edge_tokens=self.edge_tokens or None,
         )
 
     @cached_property

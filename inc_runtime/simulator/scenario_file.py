@@ -41,6 +41,7 @@ placement = "simulated"           # scale_model: every rank has 1/W of a machine
 name = "megakernel_inc"           # baseline, megakernel, megakernel_phased, megakernel_inc, megakernel_inc_phased
 # communication_model = "inc_all_gather_reduce_scatter"   # default: the implementation's own
 microbatch_tokens = 512           # m_b
+edge_tokens = 0                   # of the first and the last microbatch; sizes double from there up to m_b; 0: all have m_b
 depth = 5                         # D, microbatches in flight
 ranks_per_phase = 1               # G, phased forms alone
 barrier_after_dispatch = true     # phased forms alone
@@ -83,7 +84,7 @@ _ENUMS: dict[str, type[enum.Enum]] = {
 }
 _SCENARIO_KEYS = {
     "ranks": ("num_ranks", "tokens_per_rank", "placement"),
-    "implementation": ("microbatch_tokens", "depth", "ranks_per_phase", "barrier_after_dispatch"),
+    "implementation": ("microbatch_tokens", "edge_tokens", "depth", "ranks_per_phase", "barrier_after_dispatch"),
 }
 _NETWORK_KEYS = tuple(
     f.name for f in fields(NetworkSpec) if f.name not in ("topology", "ranks_per_leaf", "uplink_gbps", "uplink_latency_us")

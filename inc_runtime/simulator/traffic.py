@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -133,6 +133,23 @@ class MicrobatchLoads:
     def sent_copies(self) -> np.ndarray:
         """Rows that each rank would send without a multicast: [W]."""
         return self.rows.sum(axis=1)
+
+
+@dataclass(frozen=True)
+class UnitLoads:
+    """What the units of the ranks are asked for in several microbatches, [M, W] each; fields as in `MicrobatchLoads`."""
+
+    tokens: np.ndarray
+    sent_copies: np.ndarray
+    received: np.ndarray
+    pairs: np.ndarray
+    padded: np.ndarray
+    active: np.ndarray
+
+
+def stack_loads(loads: Sequence[MicrobatchLoads]) -> UnitLoads:
+    """The loads of the units in all microbatches."""
+    return UnitLoads(*(np.stack([getattr(one, f.name) for one in loads]) for f in fields(UnitLoads)))
 
 
 def loads_of(

@@ -30,7 +30,7 @@ from results.reproduce.state import DONE, WAITING, Progress, State, key_of
 from results.reproduce.steps import STEPS, Missing, Step, missing
 
 WORLD = World(4)
-CALIBRATED_BY = ("machine_figures", "expert_matmul", "collectives", "moe_layer")
+CALIBRATED_BY = ("machine_figures", "expert_matmul", "collectives", "moe_layer", "speed_ups")
 """Measurements that the step `predicted` takes."""
 
 

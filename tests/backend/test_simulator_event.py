@@ -92,13 +92,16 @@ def test_counters_equal_the_closed_forms(model, ranks, group, switch):
     assert counters == layer_counters(plan, lambda magic: plan.loads(magic - 1))
 
 
-@pytest.mark.parametrize("ranks", [16, 48])
-@pytest.mark.parametrize("implementation", [INC, PHASED, PLAIN])
-def test_counters_equal_the_closed_forms_at_larger_worlds(ranks, implementation):
-    plan = plan_of(num_ranks=ranks, implementation=implementation, tokens_per_rank=16)
-    counters = run(plan).counters
+@pytest.mark.parametrize("ranks", [2, 5, 16, 33])
+@pytest.mark.parametrize("model", list(CommunicationModel))
+def test_counters_equal_the_closed_forms_at_any_world(ranks, model):
+    """Packet by packet, every field, with edges that grow and shrink."""
+    work = {"tokens_per_rank": 24, "microbatch_tokens": 8, "edge_tokens": 2, "num_ranks": ranks}
+    plan = plan_of(implementation=implementation_of(model), communication_model=model, **work)
+    counters = run(plan, aggregate=False).counters
     for name, value in counted_by_hand(plan).items():
         assert getattr(counters, name) == value, name
+    assert counters == layer_counters(plan, lambda magic: plan.loads(magic - 1))
 
 
 def test_a_lone_token_takes_the_time_of_its_steps():
@@ -107,7 +110,7 @@ def test_a_lone_token_takes_the_time_of_its_steps():
         num_ranks=1, tokens_per_rank=1, microbatch_tokens=1, network=NetworkSpec(forwarding=Forwarding.STORE_AND_FORWARD)
     )
     costs, loads = plan.costs, plan.loads(0)
-    stages = costs.route(1) + costs.group(4) + costs.experts(int(loads.padded[0]), int(loads.active[0]))
+    stages = costs.route(1) + costs.group(4, 1) + sum(float(cost[0]) for cost in costs.products(loads).values())
     stages += costs.reduce(4, 1) + costs.copy_out(1)
     row = 1024 + plan.record_bytes + 64 + 8
     packet = min(plan.packet_us, row / plan.port)
@@ -117,13 +120,13 @@ def test_a_lone_token_takes_the_time_of_its_steps():
 
 
 def test_an_emulated_switch_is_slower_than_a_real_one_and_planes_help_it():
-    work = {"num_ranks": 4, "tokens_per_rank": 160, "microbatch_tokens": 64}
-    real = run(plan_of(**work)).layer_time_us
+    real = run(plan_of(num_ranks=4)).layer_time_us
     emulated = NetworkSpec(SwitchKind.EMULATED, Forwarding.STORE_AND_FORWARD, port_gbps=5.0)
-    one = run(plan_of(**work, network=emulated)).layer_time_us
-    dual = run(plan_of(**work, network=replace(emulated, planes=2, dual_role=True))).layer_time_us
-    dedicated = run(plan_of(**work, network=replace(emulated, planes=2))).layer_time_us
-    assert real < dedicated < dual < one
+    one = run(plan_of(num_ranks=4, network=emulated)).layer_time_us
+    dual = run(plan_of(num_ranks=4, network=replace(emulated, planes=2, dual_role=True))).layer_time_us
+    dedicated = run(plan_of(num_ranks=4, network=replace(emulated, planes=2))).layer_time_us
+    # Dual roles share a port, but the plan of a plane then stays on its device.
+    assert real < min(dedicated, dual) and max(dedicated, dual) < one
 
 
 @pytest.mark.parametrize("implementation", [INC, PHASED, PLAIN])

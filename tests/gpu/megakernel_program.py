@@ -20,6 +20,8 @@ from inc_runtime.errors import IncError
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import World
 from megakernel.device_trace import DeviceTrace
+from megakernel.implementations import ALL_CASES
+from megakernel.tuning import tuned_pipeline
 from results.layer_rivals import captured
 from results.provenance import commit_name, header
 from tests.gpu.expected import Options
@@ -141,7 +143,11 @@ def check_graph(job: NvshmemJob, num_layers: int, replays: int, options: Options
 
 
 def timed_case(spec: str, num_ranks: int, model: CommunicationModel, group: int) -> Case:
-    """The OLMoE layer for a specification N:m_b:D or N:m_b:D:edge."""
+    """The OLMoE layer for a specification N, N:m_b:D or N:m_b:D:edge."""
+    if spec.isdecimal():
+        implementation = next(case.implementation for case in ALL_CASES if case.model is model and case.needs_heap)
+        pipeline = tuned_pipeline(OLMOE, int(spec), num_ranks, implementation, PlacementKind.SCALE_MODEL)
+        return Case(f"{model.value}, tuned, N = {spec}", OLMOE, pipeline, ((int(spec),) * num_ranks,), model)
     num_tokens, microbatch_tokens, depth, *edge = map(int, spec.split(":"))
     pipeline = Pipeline(num_tokens, microbatch_tokens, depth, ranks_per_phase=group, edge_tokens=edge[0] if edge else None)
     return Case(f"{model.value} N:m_b:D:edge = {spec}", OLMOE, pipeline, ((num_tokens,) * num_ranks,), model)
@@ -221,7 +227,7 @@ def main() -> None:
     parser.add_argument("--model", type=CommunicationModel, default=CommunicationModel.INC_ALL_TO_ALL)
     parser.add_argument("--group", type=int, default=1, help="ranks per phase of a measurement")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--tokens", default="8192:1024:4", help="N:m_b:D or N:m_b:D:edge, several by commas")
+    parser.add_argument("--tokens", default="8192:1024:4", help="N (as tuned), N:m_b:D or N:m_b:D:edge, several by commas")
     parser.add_argument("--copies-rows", action="store_true", help="copy rows before MatMul 1 rather than gather them on load")
     parser.add_argument("--rank-port-gbps", type=float, default=0.0, help="pace every rank's port; 0: not at all")
     Options.add_to(parser)
