@@ -22,7 +22,7 @@ SHAPES = {
 """OLMoE-1B-7B, Qwen3-30B-A3B, Mixtral-8x7B: one layer of each."""
 
 MAX_CHECKED_ROWS = 2048
-"""Rows of a rank that are compared with float64; of more tokens, an evenly spaced part."""
+"""Rows of a rank that are compared with float64; of more tokens, so many at random: even steps meet the same warps again."""
 BASELINE_SUM_ROUNDINGS = 4
 """For `bf16_bound`: the Baseline also rounds gate, up and the experts' outputs, which the fused layer keeps in float32."""
 
@@ -97,8 +97,8 @@ class Inputs:
         self.logits = torch.randn(case.num_tokens, shape.num_experts, generator=generator, device="cuda")
         self.logits += routing_bias(case.routing, shape, ranks.size).cuda()
         self.out = torch.empty_like(self.hidden)
-        step = -(-case.num_tokens // MAX_CHECKED_ROWS)
-        self.checked = torch.arange(rank % step, case.num_tokens, step, device="cuda")
+        drawn = torch.randperm(case.num_tokens, generator=torch.Generator().manual_seed(rank))[:MAX_CHECKED_ROWS]
+        self.checked = drawn.cuda()
         ids, weights = route_reference(self.logits[self.checked], shape)
         experts.hold_to_reference(self.hidden[self.checked], ids, weights)
         self.expected = experts.float64_layer(self.hidden[self.checked], ids, weights)

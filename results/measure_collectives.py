@@ -47,8 +47,9 @@ FOLDER = Path(__file__).resolve().parent
 COPY_SOURCE = FOLDER.parent / "inc_runtime" / "device" / "copy_peak.cu"
 COPY_BYTES, COPY_REPEATS, ALL_SMS = 128 << 20, 10, 132
 SHAPE, DEPTH = OLMOE_1B_7B, 3
-RELAY_ALONE_DEPTH = 6
-"""Without sums a relayed dispatch leaves half of the ring free: as many microbatches are then in flight as elsewhere."""
+FREE_RUNNING_DEPTH = 6
+"""Without sums a dispatch that is relayed or cut through leaves half of the ring free: as many microbatches are then in flight as
+elsewhere."""
 IMPLEMENTATIONS = {
     CommunicationModel.INC_ALL_TO_ALL: "megakernel_inc",
     CommunicationModel.ALL_TO_ALL: "megakernel",
@@ -94,6 +95,11 @@ class Bench:
     barrier: bool = True
     row_group_tokens: int = 0
     local_bypass: bool = False
+
+    @property
+    def depth_alone(self) -> int:
+        """Depth of the ring where the dispatch runs without sums."""
+        return DEPTH if self.model.in_network and not self.row_group_tokens else FREE_RUNNING_DEPTH
 
     def add(self, metric: str, value: float, unit: str, **more: object) -> None:
         row = {"metric": metric, "value": f"{value:.6g}", "unit": unit, "switch_blocks": self.switch_blocks}
@@ -245,7 +251,7 @@ def measure_throughput(bench: Bench, microbatch_tokens: int, num_microbatches: i
     heap.reset()
     seen["both"] = run(bench, heap, timed, ExchangeMode.BOTH)[1]
     heap.close()
-    alone = replace(timed, depth=DEPTH if bench.model.in_network else RELAY_ALONE_DEPTH)
+    alone = replace(timed, depth=bench.depth_alone)
     heap = bench.heap(alone)
     seen["dispatch alone"] = run(bench, heap, alone, ExchangeMode.DISPATCH)[1]
     heap.close()
@@ -272,7 +278,7 @@ SWEEP = (4, 8, 12, 16, 24, 32)
 
 def measure_sweep(bench: Bench, microbatch_tokens: int, num_microbatches: int) -> None:
     """Egress of the dispatch switch alone for several numbers of blocks."""
-    depth = DEPTH if bench.model.in_network else RELAY_ALONE_DEPTH
+    depth = bench.depth_alone
     pipeline = bench.pipeline(num_microbatches, microbatch_tokens, depth)
     heap = bench.heap(pipeline)
     for blocks in SWEEP:
@@ -344,7 +350,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="data file (default: results/data/collectives_PLACEMENT_COMMIT.csv)")
     options = parser.parse_args()
     world = World(options.ranks)
-    largest = Pipeline(1, max(options.microbatch_tokens), RELAY_ALONE_DEPTH, max(options.ranks_per_phase))
+    largest = Pipeline(1, max(options.microbatch_tokens), FREE_RUNNING_DEPTH, max(options.ranks_per_phase))
     slab = max(COPY_BYTES, *(HeapLayout(Dims.of(model, world, SHAPE, largest)).heap_bytes for model in options.model))
     slab += 4 << 20  # the words of small row groups
     with NvshmemJob.join(world, slab, options.placement) as job:

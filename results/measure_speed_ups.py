@@ -4,11 +4,11 @@
         [--tokens 1024 8192] [--microbatches 512 1024] [--groups 1 2] [--rank-port-gbps 23] [--seconds 240] [--local-bypass]
 
 Each implementation runs at every microbatch size, edge (and number of ranks per phase) of the options; the tables take its best.
-Every point is checked against float64, then replayed as a CUDA graph: two calls to warm up, then five; a time is the median over
-the calls of the longest of any rank. The data file is written after each point, and a second run of the same command goes on
-where it was interrupted or ran out of --seconds. All bytes cross the switch PEs, those of a rank's own experts included; the
-Baseline's go through the relays too. With --local-bypass rows of a rank's own experts stay on it, in all five: a series of its
-own. `python -m results.measure_speed_ups --redraw FILE` draws the table and the figure again.
+Every point is checked against float64, replayed as a CUDA graph (two calls to warm up, then five) and checked again; a time is
+the median over the calls of the longest of any rank. The data file is written after each point, and a second run of the same
+command goes on where it was interrupted or ran out of --seconds. All bytes cross the switch PEs, those of a rank's own experts
+included; the Baseline's go through the relays too. With --local-bypass rows of a rank's own experts stay on it, in all five: a
+series of its own. `python -m results.measure_speed_ups --redraw FILE` draws the table and the figure again.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 from inc_runtime.backends.nvshmem import DeviceHeap, NvshmemJob
 from inc_runtime.config import OLMOE_1B_7B, CommunicationModel, Implementation, Pipeline, SumOrder
 from inc_runtime.device.exchange import stop_switches
+from inc_runtime.errors import ConfigurationError
 from inc_runtime.heap_layout import Dims, HeapLayout
 from inc_runtime.placement import PlacementKind
 from inc_runtime.protocol import Role, World
@@ -107,10 +108,22 @@ class Bench:
         self.job, self.options, self.path, self.started = job, options, path, time.monotonic()
         self.is_rank = job.world.role_of(job.pe) is Role.COMPUTE_RANK
         self.rows: list[dict[str, object]] = read_rows(path) if path.exists() else []
+        self._refuse_other_rows()
         if self.is_rank:
             torch.cuda.set_device(job.seat.gpu)
             self.experts = Experts(SHAPE)
             self.own = self.experts.own(Ranks(None, job.pe, job.world.num_ranks))
+
+    def _refuse_other_rows(self) -> None:
+        """Raise ConfigurationError where the data file is of other options: its points are not those of this run."""
+        options, placement = self.options, self.job.placement.kind.value
+        wanted = {"placement": placement, "num_ranks": options.ranks, "rank_port_gbps": options.rank_port_gbps or ""}
+        for row in self.rows:
+            own = wanted | ({"depth": options.depth} if str(row["implementation"]).startswith("megakernel") else {})
+            for name, value in own.items():
+                if str(row[name]) != str(value):
+                    seen = f"{self.path} has a row of {name} = {row[name]}, this run has {value}."
+                    raise ConfigurationError(f"{seen} Give another --output, or remove the file.")
 
     def done(self) -> set[tuple[str, ...]]:
         """Points that the data file holds; the same on every PE."""
@@ -141,14 +154,21 @@ def inputs(bench: Bench, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, t
     return hidden, logits, torch.full_like(hidden, torch.nan)
 
 
-def error_of(bench: Bench, run: Callable[[], object], hidden: torch.Tensor, logits: torch.Tensor, out: torch.Tensor) -> float:
-    """Relative error of one call on an evenly spaced part of the rows; inf where a row was not written."""
-    run()
-    torch.cuda.synchronize()
-    some = torch.arange(0, len(hidden), max(1, len(hidden) // CHECKED_ROWS), device="cuda")
-    expected = bench.experts.float64_layer(hidden[some], *route_reference(logits[some], SHAPE))
-    error = float((out[some].double() - expected).norm() / expected.norm())
-    return error if bool(torch.isfinite(out).all()) else float("inf")
+class Check:
+    """Rows of the output drawn at random, the last one among them, and what float64 says of them."""
+
+    def __init__(self, bench: Bench, hidden: torch.Tensor, logits: torch.Tensor, out: torch.Tensor) -> None:
+        drawn = torch.randperm(len(hidden), generator=torch.Generator().manual_seed(bench.job.pe))[:CHECKED_ROWS]
+        self.out, self.some = out, torch.cat([drawn, torch.tensor([len(hidden) - 1])]).cuda()
+        self.expected = bench.experts.float64_layer(hidden[self.some], *route_reference(logits[self.some], SHAPE))
+
+    def error(self) -> float:
+        """Relative error of the output as it is, which is forgotten then; inf where a row was not written."""
+        torch.cuda.synchronize()
+        error = float((self.out[self.some].double() - self.expected).norm() / self.expected.norm())
+        written = bool(torch.isfinite(self.out).all())
+        self.out.fill_(torch.nan)
+        return error if written else float("inf")
 
 
 def times_of(run: Callable[[], object]) -> list[float]:
@@ -178,18 +198,21 @@ def measure(bench: Bench, point: Point) -> bool:
     job, heap = bench.job, DeviceHeap(bench.job, point.layout(bench.job.world), poison=True)
     heap.pace_ports(bench.options.rank_port_gbps)
     error, times, pair_times = 0.0, [], []
-    layer = switch = None
+    layer = check = hidden = logits = out = switch = None
     if bench.is_rank:
         with contextlib.suppress(torch.OutOfMemoryError):
             hidden, logits, out = inputs(bench, point.num_tokens)
+            check = Check(bench, hidden, logits, out)
             layer = make_layer(bench, point, heap)
     else:
         switch = RunningSwitch(heap, SumOrder.ARRIVAL)
     if runs := fits(bench, layer):
         if layer is not None:
-            error = error_of(bench, lambda: layer(hidden, logits, out=out), hidden, logits, out)
+            layer(hidden, logits, out=out)
+            error = check.error()
             job.barrier()
             times = times_of(captured(lambda: layer(hidden, logits, out=out)))
+            error = max(error, check.error())
             layer.raise_on_error()
             job.barrier()
             if isinstance(layer, GpuBaseline):
@@ -207,6 +230,7 @@ def measure(bench: Bench, point: Point) -> bool:
     job.barrier()
     heap.close()
     heap.layer_memory.clear()
+    layer = check = hidden = logits = out = None
     torch.cuda.empty_cache()
     return runs
 
@@ -262,7 +286,8 @@ def run(options: argparse.Namespace) -> None:
                     print(f"[{number}/{len(wanted)}] {' '.join(point.key)}: not run, too large for the GPU's memory", flush=True)
                 continue
             if job.pe == 0:
-                took = float(str(next(r for r in reversed(bench.rows) if r["metric"] == "layer_time")["value"]))
+                own = (r for r in reversed(bench.rows) if (r["metric"], r["implementation"]) == ("layer_time", point.key[0]))
+                took = float(str(next(own)["value"]))
                 since = time.monotonic() - bench.started
                 print(f"[{number}/{len(wanted)}] {since:6.1f} s  {' '.join(point.key)}: {took:.0f} us", flush=True)
                 write_rows(bench, options.commit)

@@ -169,11 +169,18 @@ __device__ inline bool finish(const Exchange& x, int number) {
 }
 
 // Microbatches that a rank sends ahead of those whose rows it takes. Half an exchange keeps the whole ring in flight; without sums
-// a relayed dispatch must leave half of it free, as no one but the receivers says that the rows in a slot have been read.
+// a dispatch that nobody holds back until all ranks are there (relayed, cut through) must leave half of it free, as no one but the
+// receivers says that the rows in a slot have been read.
 __device__ inline int lag_of_experts(const Exchange& x, ExchangeMode mode) {
     if (mode == ExchangeMode::COMBINE) return 0;
     if (mode == ExchangeMode::BOTH) return (x.heap.depth - 1) / 2;
-    return RELAYED ? max(0, x.heap.depth - 2) / 2 : x.heap.depth - 1;
+    return RELAYED || CUT_THROUGH ? max(0, x.heap.depth - 2) / 2 : x.heap.depth - 1;
+}
+
+// Without sums nothing else holds back a block that has nothing to send or to keep. Returns false after an abort.
+__device__ inline bool all_blocks_are_through(const Exchange& x, int number) {
+    const uint64_t magic = x.first_magic + number;
+    return meet(x.heap, x.team, Packet::ROUTED, slot_of(magic, x.heap.depth), magic, [](int) { return true; });
 }
 
 // The stages of all microbatches in the order of megakernel/pipeline.py.
@@ -184,6 +191,7 @@ __device__ inline void run(const Exchange& x) {
         if (step < x.call.num_microbatches && mode != ExchangeMode::COMBINE) send(x, step);
         if (const int number = step - experts_lag; number >= 0 && number < x.call.num_microbatches) {
             if (mode != ExchangeMode::COMBINE && !experts(x, number)) return;
+            if ((CUT_THROUGH || LOCAL_BYPASS) && mode == ExchangeMode::DISPATCH && !all_blocks_are_through(x, number)) return;
             x.note(number, &ExchangeMoment::publish);
             if (mode != ExchangeMode::DISPATCH) publish_partial_sums(x.heap, x.team, x.first_magic + number);
         }

@@ -63,6 +63,9 @@ def cases(num_ranks: int, model: CommunicationModel) -> list[Case]:
         Case("hidden size 768", LayerShape(16, 4, 768, 128), Pipeline(300, 100, 4), ((300,) * num_ranks,)),
         Case("olmoe, one token", OLMOE, Pipeline(1, 1, 4), ((1,) * num_ranks,) * 2),
     ]
+    if num_ranks >= 4:
+        many = (("more than 64", 100, SIGMOID), ("more than 128", 200, SMALL))
+        chosen += [Case(f"{text} experts", replace(s, num_experts=e), Pipeline(300, 100, 4), ((300,) * num_ranks,)) for text, e, s in many]
     if model.phased:
         groups = [1, 2, num_ranks]
         chosen = [replace(c, pipeline=replace(c.pipeline, ranks_per_phase=groups[i % 3])) for i, c in enumerate(chosen)]
