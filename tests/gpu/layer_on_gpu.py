@@ -64,8 +64,8 @@ def cases(num_ranks: int, model: CommunicationModel) -> list[Case]:
         Case("olmoe, one token", OLMOE, Pipeline(1, 1, 4), ((1,) * num_ranks,) * 2),
     ]
     if num_ranks >= 4:
-        many = (("more than 64", 100, SIGMOID), ("more than 128", 200, SMALL))
-        chosen += [Case(f"{text} experts", replace(s, num_experts=e), Pipeline(300, 100, 4), ((300,) * num_ranks,)) for text, e, s in many]
+        for text, shape in (("over 64", replace(SIGMOID, num_experts=100)), ("over 128", replace(SMALL, num_experts=200))):
+            chosen.append(Case(f"{text} experts", shape, Pipeline(300, 100, 4), ((300,) * num_ranks,)))
     if model.phased:
         groups = [1, 2, num_ranks]
         chosen = [replace(c, pipeline=replace(c.pipeline, ranks_per_phase=groups[i % 3])) for i, c in enumerate(chosen)]
