@@ -116,7 +116,10 @@ def figure(path: Path, target: Path) -> None:
     """Layer time over grouped_mm alone against tokens per rank, a panel for each shape and routing."""
     comments, rows = read_rows(path)
     cases = by_case(rows, "layer_time")
-    drawn, axes = plt.subplots(1, len(cases), figsize=(5.2 * len(cases), 4.2), squeeze=False, sharey=True)
+    most = max(v / of_case["grouped_mm"][n] for of_case in cases.values() for own in of_case.values() for n, v in own.items())
+    widths = [3 if len(of_case["grouped_mm"]) > 1 else 1.5 for of_case in cases.values()]
+    figure_size, ratios = (2.1 * sum(widths) + 1, 4.2), {"width_ratios": widths}
+    drawn, axes = plt.subplots(1, len(cases), figsize=figure_size, squeeze=False, sharey=True, gridspec_kw=ratios)
     for axis, ((shape, routing), of_case) in zip(axes[0], cases.items(), strict=True):
         floor = of_case["grouped_mm"]
         for name, values in of_case.items():
@@ -130,7 +133,9 @@ def figure(path: Path, target: Path) -> None:
         axis.set_yscale("log", base=2)
         ticks = sorted(floor)
         axis.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
-        axis.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+        heights = [height for height in (1, 1.2, 1.5, 2, 2.5, 3, 4, 6, 8) if height < 1.2 * most]
+        axis.set_yticks(heights, [f"{height:g}" for height in heights])
+        axis.set_ylim(0.95, 1.1 * most)
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         axis.set(title=f"{shape}, {routing}", xlabel="tokens per rank")
