@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,6 +139,12 @@ def facts_of(model: str, ranks: int, words: list[str]) -> ServerFacts:
     )
 
 
+def first_to_end(parts: Sequence[Part]) -> Part | None:
+    """The part that has ended. Of several, one that was killed: the others ended because it had, even if all are seen at once."""
+    ended = [part for part in parts if part.process.poll() is not None]
+    return min(ended, key=lambda part: part.process.returncode >= 0, default=None)
+
+
 class Server:
     """The parts of one server, and what happens to them."""
 
@@ -228,10 +235,13 @@ class Server:
     def _watch(self) -> int:
         assert self.vllm is not None
         while self.signalled is None:
-            for part in [*self.switches, self.vllm]:
-                status = part.process.poll()
-                if status is not None:
-                    return self._ended(part, status)
+            parts = [*self.switches, self.vllm]
+            if first_to_end(parts) is not None:
+                time.sleep(POLL_S)  # a killed process with threads is seen a moment after it has ended others
+                ended = first_to_end(parts)
+                assert ended is not None
+                return self._ended(ended, ended.process.returncode)
+            for part in parts:
                 if not part.ready and self._is_ready(part):
                     part.ready = True
                     where = f" at http://{self.options.host}:{self.options.port}" if part is self.vllm else ""
