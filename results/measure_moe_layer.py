@@ -17,7 +17,6 @@ import datetime
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from results.layer_cases import SHAPES, Case, Experts, Inputs
 from results.layer_floors import COLLECTIVES, Ceilings, measure_ceilings, stage_floors
 from results.layer_tables import COLUMNS, redraw
 from results.layer_timing import Ranks, StageClock, time_interleaved
+from results.provenance import commit_name
 
 FOLDER = Path(__file__).resolve().parent
 SIZES = [1024, 2048, 4096, 8192, 16384, 32768, 65536]
@@ -202,11 +202,6 @@ def measure(bench: Bench, cases: list[Case]) -> None:
             write_csv(bench, path)
     if bench.ranks.rank == 0:
         redraw(path, FOLDER if options.output is None else path.parent)
-
-
-def commit_name() -> str:
-    command = ["git", "-C", str(FOLDER), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "uncommitted"
 
 
 def main() -> None:

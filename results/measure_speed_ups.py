@@ -42,7 +42,7 @@ from megakernel.relayed_exchange import RelayedExchange, whole_batch
 from results.layer_cases import BASELINE_SUM_ROUNDINGS, Experts
 from results.layer_rivals import captured, grouped_mm_pair
 from results.layer_timing import Ranks
-from results.measure_moe_layer import commit_name
+from results.provenance import commit_name
 from results.speed_up_tables import COLUMNS, GROUPED_MM, redraw
 from switch_emulator.launch_switch import RunningSwitch
 

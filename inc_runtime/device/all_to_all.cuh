@@ -179,16 +179,6 @@ __device__ inline int rows_received(const Heap& heap, uint64_t slot, int lane) {
     return payload ? int(own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, lane)[Header::NUM_ROWS]) : 0;
 }
 
-// Compare the header of this lane's rank with this rank's own.
-__device__ inline bool check_header_of_sender(const Heap& heap, uint64_t slot, uint64_t magic, int sender) {
-    const int64_t* theirs = own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, sender);
-    const int64_t* ours = own<int64_t>(heap, RankRegion::tokens_header, slot, 0);
-    int64_t header[HEADER_FIELDS], first[HEADER_FIELDS];
-#pragma unroll
-    for (int field = 0; field < HEADER_FIELDS; ++field) header[field] = theirs[field], first[field] = ours[field];
-    return check_header(heap, Tag::EXPERT_ROWS, sender, header, first, magic);
-}
-
 // Wait for the messages of all ranks; each sender has a run of its own. Returns false after an abort.
 __device__ inline bool wait_for_expert_rows(const Heap& heap, const Team& team, uint64_t magic, ReceivedRows& received) {
     const uint64_t slot = slot_of(magic, heap.depth);

@@ -39,16 +39,11 @@ __device__ inline int tokens_of_sender(const Heap& heap, uint64_t slot, int lane
 // Compare the header of this lane's rank with this rank's own. Where it brought none the row count becomes 0, by one block.
 __device__ inline bool check_sender(const Heap& heap, const Team& team, uint64_t slot, uint64_t magic, int sender, int num_tokens) {
     if (sender >= heap.num_ranks || (LOCAL_BYPASS && sender == heap.pe)) return true;
-    int64_t* theirs = own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, sender);
     if (num_tokens == 0) {
-        if (team.block == 0) theirs[Header::NUM_ROWS] = 0;
+        if (team.block == 0) own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, sender)[Header::NUM_ROWS] = 0;
         return true;
     }
-    const int64_t* ours = own<int64_t>(heap, RankRegion::tokens_header, slot, 0);
-    int64_t header[HEADER_FIELDS], first[HEADER_FIELDS];
-#pragma unroll
-    for (int field = 0; field < HEADER_FIELDS; ++field) header[field] = theirs[field], first[field] = ours[field];
-    return check_header(heap, Tag::EXPERT_ROWS, sender, header, first, magic);
+    return check_header_of_sender(heap, slot, magic, sender);
 }
 
 // Wait for every group of every sender, each in a run of its own; places without a local expert hold no row. Returns false after an

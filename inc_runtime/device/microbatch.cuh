@@ -135,4 +135,14 @@ __device__ inline bool check_header(const Heap& heap, Tag tag, int sender, const
     return bad < 0;
 }
 
+// Compare the header that `sender` left on this rank with this rank's own. One thread. Returns false where it is refused.
+__device__ inline bool check_header_of_sender(const Heap& heap, uint64_t slot, uint64_t magic, int sender) {
+    const int64_t* theirs = own<int64_t>(heap, RankRegion::expert_rows_header, slot, 0, sender);
+    const int64_t* ours = own<int64_t>(heap, RankRegion::tokens_header, slot, 0);
+    int64_t header[HEADER_FIELDS], first[HEADER_FIELDS];
+#pragma unroll
+    for (int field = 0; field < HEADER_FIELDS; ++field) header[field] = theirs[field], first[field] = ours[field];
+    return check_header(heap, Tag::EXPERT_ROWS, sender, header, first, magic);
+}
+
 }  // namespace inc
